@@ -1,4 +1,4 @@
-"""Unit tests of how ends are told apart: codes, signals and last lines in, a reason out."""
+"""Unit tests of how outcomes are distinguished: codes, signals and last lines in, a reason out."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from envscaler_agent.protocol import EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED
 
 
 def reason(end, *lines):
-    """Reason and exit code of an end."""
+    """Return the reason and exit code of an end."""
     ended, code = tell_end(end, lines)
     return ended.reason, code
 
@@ -35,7 +35,7 @@ def reason(end, *lines):
     ],
 )
 def test_an_end_that_nobody_asked_for(code, lines, expected):
-    """Exit codes and signals as shells say them, reasons by what was printed last."""
+    """Exit codes and signals as in shells, reasons by the last printed lines."""
     assert reason(End(code), *lines) == expected
 
 
@@ -45,7 +45,7 @@ ALLOCATOR = (
     "allocated by PyTorch, and 1.20 GiB is reserved by PyTorch but unallocated. If reserved but unallocated "
     "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
-"""As libc10_cuda.so of torch 2.14.1 puts it together."""
+"""As libc10_cuda.so of torch 2.14.1 composes it."""
 REJECTED = (
     "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
     "per_process_memory_fraction limit. Requested size: 20.00 GiB"
@@ -98,19 +98,19 @@ HOST = (
     ],
 )
 def test_memory_of_the_gpu_is_told_from_that_of_the_machine(lines, expected):
-    """More memory of the machine helps only one of them; the texts are torch's own."""
+    """More machine memory helps only one of them; the texts are torch's own."""
     assert reason(End(1), *lines) == (expected, 1)
 
 
 def test_the_last_matching_line_decides():
-    """An out-of-memory that was caught and survived does not explain a full disk."""
+    """An out-of-memory error that the code caught and survived does not explain a full disk."""
     lines = ("CUDA out of memory, halving the batch", "OSError: No space left on device", "Traceback")
 
     assert reason(End(1), *lines) == ("disk-full", 1)
 
 
 def test_the_kernels_count_comes_before_what_was_printed():
-    """A kill for want of memory leaves no message of its own."""
+    """An out-of-memory kill leaves no message of its own."""
     assert reason(End(-9, oom_kills=1)) == ("out-of-memory", 137)
 
 
@@ -118,36 +118,36 @@ def test_the_kernels_count_comes_before_what_was_printed():
     ("asked", "code"), [("left", EXIT_LEFT), ("stopped", EXIT_STOPPED), ("orphaned", EXIT_ORPHANED)]
 )
 def test_going_when_asked_has_its_own_codes(asked, code):
-    """Whether the session left or a signal ended it."""
+    """Whether the session drained or a signal ended it."""
     assert reason(End(EXIT_LEFT, asked=asked, session_left=True)) == (asked, code)
     assert reason(End(-15, asked=asked, signalled=True)) == (asked, code)
     assert reason(End(0, asked=asked, signalled=True)) == (asked, code)
 
 
 def test_a_launcher_that_turns_leaving_into_a_failure_is_seen_through():
-    """Under torchrun workers exit with 85 and the command with 1; the session had said that it leaves."""
+    """Under torchrun workers exit with 85 and the command with 1; the session had reported the drain."""
     assert reason(End(1, asked="left", session_left=True), "ChildFailedError") == ("left", EXIT_LEFT)
 
 
 def test_a_pipeline_that_turns_leaving_into_success_is_seen_through():
-    """``python train.py | tee log`` ends with the code of ``tee``: the training left all the same."""
+    """``python train.py | tee log`` ends with the exit code of ``tee``: the training still drained."""
     assert reason(End(0, asked="left", session_left=True)) == ("left", EXIT_LEFT)
     assert reason(End(0, asked="stopped", session_left=True)) == ("stopped", EXIT_STOPPED)
     assert reason(End(0, asked="orphaned", session_left=True)) == ("orphaned", EXIT_ORPHANED)
 
 
 def test_finishing_by_itself_when_asked_to_leave_is_success():
-    """The last step came before the signal."""
+    """The training made its last step before the signal."""
     assert reason(End(0, asked="left")) == ("succeeded", 0)
 
 
 def test_failing_by_itself_when_asked_to_leave_is_failure():
-    """The save raised: the owner must hear of it."""
+    """The save raised: the owner must know."""
     assert reason(End(1, asked="left"), "CheckpointError: disk") == ("failed", 1)
 
 
 def test_a_failure_says_what_happened():
-    """The detail is the line that told the reason; the last lines come along."""
+    """The detail is the line that determined the reason; the last lines are included."""
     ended, _ = tell_end(End(1), ["a", "MemoryError: no", "b"])
 
     assert ended.detail == "MemoryError: no"
@@ -254,19 +254,19 @@ FRAME = '  File "train.py", line 9, in <module>'
     ],
 )
 def test_a_class_needs_the_error_that_ended_the_process(lines, expected, detail):
-    """A word in the log is none: neither a survived error nor a library's warning (C)."""
+    """A word in the log is not enough: neither a survived error nor a library's warning (C)."""
     ended, _ = tell_end(End(1), lines)
 
     assert (ended.reason, ended.detail) == (expected, detail)
 
 
 def test_a_kill_from_outside_is_no_error_of_the_code():
-    """What was printed before SIGKILL did not end it (C)."""
+    """Output before SIGKILL did not end the process (C)."""
     assert reason(End(-9), "torch.OutOfMemoryError: CUDA out of memory") == ("killed", 137)
 
 
 def test_a_worker_killed_for_memory_and_survived_does_not_explain_a_key_error():
-    """The kernel counts a kill that the training got over (C)."""
+    """The kernel counts a kill that the training survived (C)."""
     assert reason(End(1, oom_kills=1), TRACEBACK, FRAME, "KeyError: 'x'") == ("failed", 1)
     assert reason(End(1, oom_kills=1), TRACEBACK, FRAME, "RuntimeError: worker is killed by signal") == (
         "out-of-memory",
@@ -287,12 +287,12 @@ def test_a_worker_killed_for_memory_and_survived_does_not_explain_a_key_error():
     ],
 )
 def test_an_end_after_a_signal_is_success_only_if_the_work_was_done(end, expected):
-    """The command and the wrapper got SIGTERM together, and the command exits 0 (C)."""
+    """The command and the wrapper got SIGTERM together, and the command exits with 0 (C)."""
     assert reason(end) == expected
 
 
 def test_an_early_exit_0_is_a_success_that_says_so():
-    """Step 5 of 1,000: early stopping or a bug, and only the spec can say that it is a failure (C)."""
+    """Step 5 of 1,000: early stopping or a bug, and only the spec can define it as a failure (C)."""
     ended, code = tell_end(End(0, step=5, total_steps=1000), [])
     assert (ended.reason, ended.detail, code) == (
         "succeeded",

@@ -1,4 +1,4 @@
-"""What training code imports in its framework's words: carried along, old enough, and without weight."""
+"""Framework modules for training code: copied with the agent, on Python 3.8, importing nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRAMEWORKS = {"accelerate", "keras", "lightning", "torch", "transformers"}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_module_is_python_38_and_imports_its_framework_and_the_agent_alone(path):
-    """Annotations stay text; of ours only what is copied along is imported."""
+    """Annotations stay text; it imports only those of our modules that are copied with it."""
     tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
     names = {
         name

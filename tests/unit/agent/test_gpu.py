@@ -1,4 +1,4 @@
-"""Unit tests of GPU sampling against a scripted NVML: what fails or hangs takes nothing else with it."""
+"""Unit tests of GPU sampling against a scripted NVML: a failing or hanging call affects no other."""
 
 import re
 from pathlib import Path
@@ -12,16 +12,16 @@ from envscaler_agent.sampler import CALL_S, INIT_S, STALE_S, GpuThread
 
 
 class NVMLError(Exception):
-    """As pynvml raises it."""
+    """The error that pynvml raises."""
 
     def __init__(self, value):
-        """Carry NVML's number."""
+        """Take NVML's error number."""
         super().__init__(value)
         self.value = value
 
 
 class Nvml:
-    """Two GPUs, numbers that a reader can check; *broken* maps a function to an NVML error number."""
+    """Two GPUs with recognizable numbers; *broken* maps a function to an NVML error number."""
 
     NVMLError = NVMLError
     NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
@@ -33,7 +33,7 @@ class Nvml:
     nvmlEventTypeXidCriticalError = 8  # noqa: N815 - NVML's name
 
     def __init__(self, *, count=2, mig=0, broken=None):
-        """Have *count* GPUs, the first cut into *mig* instances."""
+        """Make *count* GPUs, the first one split into *mig* instances."""
         self.count, self.mig = count, mig
         self.broken = broken or {}
         self.calls = []
@@ -55,7 +55,7 @@ class Nvml:
         return call
 
     def answers(self):
-        """What each function says."""
+        """Return the answer of each function."""
         return {
             "nvmlDeviceGetCount": lambda: self.count,
             "nvmlDeviceGetHandleByIndex": lambda index: index,
@@ -79,18 +79,18 @@ class Nvml:
         }
 
     def instance(self, handle, number):
-        """Instances at the first places, nothing after."""
+        """Return instances at the first places, and none after."""
         if number >= self.mig:
             raise NVMLError(6)
         return 10 + number
 
     def fields(self, handle, fields):
-        """A counter in KiB for each field."""
+        """Return a counter in KiB for each field."""
         assert [scope for _, scope in fields] == [gpu.ALL_LINKS] * 2
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=self.links)) for _ in fields]
 
     def wait(self, events, timeout_ms):
-        """The next event, or a timeout."""
+        """Return the next event, or time out."""
         if not self.xids:
             raise NVMLError(10)
         handle, number = self.xids.pop(0)
@@ -98,7 +98,7 @@ class Nvml:
 
 
 def first(values):
-    """Metrics of GPU 0 without their prefix."""
+    """Return the metrics of GPU 0 without their prefix."""
     return {name[5:]: value for name, value in values.items() if name.startswith("gpu0_")}
 
 
@@ -126,7 +126,7 @@ def test_reads_what_a_gpu_tells():
 
 
 def test_every_metric_is_in_the_table():
-    """The table in the docstring is what people read."""
+    """Users read the table in the docstring."""
     nvml = Nvml()
     gpus = Gpus(nvml).find()
     gpus.sample(0)
@@ -157,7 +157,7 @@ def test_every_gpu_is_read():
 
 
 def test_what_is_not_supported_is_asked_once():
-    """Error 3 is for ever; everything else is still read."""
+    """Error 3 is permanent; everything else is still read."""
     nvml = Nvml(broken={"nvmlDeviceGetPowerUsage": 3})
     gpus = Gpus(nvml).find()
 
@@ -170,7 +170,7 @@ def test_what_is_not_supported_is_asked_once():
 
 
 def test_what_fails_now_is_unknown_now_and_asked_again():
-    """Error 15, the GPU is lost: no old number is repeated."""
+    """Error 15, the GPU is lost: the sampler repeats no old number."""
     nvml = Nvml()
     gpus = Gpus(nvml).find()
     gpus.sample(0)
@@ -183,7 +183,7 @@ def test_what_fails_now_is_unknown_now_and_asked_again():
 
 
 def test_costly_questions_are_asked_less_often():
-    """PCIe blocks for 20 ms: every 5 s; utilisation every second."""
+    """PCIe blocks for 20 ms: every 5 s; utilization every second."""
     nvml = Nvml(count=1)
     gpus = Gpus(nvml).find()
 
@@ -195,13 +195,13 @@ def test_costly_questions_are_asked_less_often():
 
 
 def test_an_older_module_is_no_error():
-    """A function that pynvml does not have is not asked for again."""
+    """The sampler calls a function that pynvml lacks only once."""
 
     class Old(Nvml):
-        """It does not know energy yet."""
+        """An NVML without energy counters."""
 
         def answers(self):
-            """All but one."""
+            """Return every answer but that one."""
             return {name: call for name, call in super().answers().items() if "Energy" not in name}
 
     got = Gpus(Old()).find().sample(0)
@@ -225,7 +225,7 @@ def test_critical_errors_are_counted_for_their_gpu():
 
 
 def test_mig_instances_have_memory():
-    """Two instances of GPU 0, beside the whole GPU."""
+    """Two instances of GPU 0, and the GPU as a whole."""
     got = Gpus(Nvml(mig=2)).find().sample(0)
 
     assert got["gpu0_mig1_memory_used_bytes"] == 2**30
@@ -234,7 +234,7 @@ def test_mig_instances_have_memory():
 
 
 def test_questions_that_hung_are_left_out():
-    """The child before this one died of GPU 0's power."""
+    """GPU 0's power query hung in the previous child, so the sampler skips it."""
     nvml = Nvml()
 
     got = Gpus(nvml, skip=["gpu0:power"]).find().sample(0)
@@ -285,12 +285,12 @@ def test_only_gpus_that_the_command_sees_count(visible, expected):
     ],
 )
 def test_numbers_of_the_host_mean_nothing_in_a_container(environ, expected):
-    """What CUDA is told counts; the container runtime's list only by UUID."""
+    """CUDA's own list counts; the container runtime's list counts only by UUID."""
     assert shown_gpus(environ) == expected
 
 
 def test_real_nvml_knows_every_name():
-    """Each function and constant of the module exists in nvidia-ml-py, whose error class has ``value``."""
+    """nvidia-ml-py has each function and constant of the module, and its error class has ``value``."""
     import pynvml
 
     source = Path(gpu.__file__).read_text(encoding="utf-8")
@@ -303,7 +303,7 @@ def test_real_nvml_knows_every_name():
 
 
 def test_without_a_driver_nothing_is_known():
-    """This machine may have none; then there is no module to ask, and no exception."""
+    """This machine may have none; then the module is missing, without an exception."""
     thread = GpuThread(interval_s=1, visible=None, skip=[], load=lambda: None)
 
     thread.run(sleep=pytest.fail)
@@ -313,7 +313,10 @@ def test_without_a_driver_nothing_is_known():
 
 
 def test_a_call_that_hangs_is_named_after_ten_seconds():
-    """Ten of its own: a round of many slow calls is no call that hangs. After it came back, nothing is."""
+    """Ten seconds for one call: a round of many slow calls does not count.
+
+    After it returned, none is named.
+    """
     thread = GpuThread(interval_s=1, visible=None, skip=[], load=Nvml, clock=lambda: 0.0)
     thread._gpus = Gpus(Nvml()).find()
 
@@ -326,7 +329,7 @@ def test_a_call_that_hangs_is_named_after_ten_seconds():
 
 
 def test_a_gpu_that_never_opens_is_named_after_a_minute():
-    """The GPU, not the driver: the others are there with the next sampler."""
+    """The GPU, not the driver: the next sampler reads the others."""
     thread = GpuThread(interval_s=1, visible=None, skip=[], load=Nvml, clock=lambda: 0.0)
     thread._gpus = Gpus(Nvml())
 
@@ -338,7 +341,7 @@ def test_a_gpu_that_never_opens_is_named_after_a_minute():
 
 
 def test_a_driver_that_never_loads_is_named_after_a_minute():
-    """Then there are no GPUs for this attempt."""
+    """Then this attempt has no GPUs."""
     thread = GpuThread(interval_s=1, visible=None, skip=[], load=Nvml, clock=lambda: 0.0)
 
     assert thread.hangs_at(INIT_S) is None
@@ -350,7 +353,7 @@ def test_a_driver_that_never_loads_is_named_after_a_minute():
 
 
 def test_old_values_are_not_repeated():
-    """A sample of half a minute ago says nothing about now."""
+    """A sample from half a minute ago is not current."""
     now = [0.0]
     nvml = Nvml(count=1)
     thread = GpuThread(interval_s=1, visible=None, skip=[], load=lambda: nvml, clock=lambda: now[0])

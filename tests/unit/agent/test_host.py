@@ -1,4 +1,4 @@
-"""Unit tests of host sampling: made-up /proc and cgroup files, and this very process."""
+"""Unit tests of host sampling: invented /proc and cgroup files, and this very process."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def test_a_cgroup_without_the_file_is_unknown(tmp_path):
 
 
 def test_small_files_are_numbers_or_fields(tmp_path):
-    """``max`` is no number, and neither is what is absent."""
+    """``max`` is not a number, and neither is an absent file."""
     (tmp_path / "n").write_text("42\n")
     (tmp_path / "m").write_text("max\n")
     (tmp_path / "f").write_text("oom 3\noom_kill 2\nodd line here\n")
@@ -65,7 +65,7 @@ def test_small_files_are_numbers_or_fields(tmp_path):
 
 
 def memory(tmp_path, limit):
-    """The memory files of a v2 cgroup."""
+    """Write the memory files of a v2 cgroup."""
     for name, text in {
         "memory.max": limit,
         "memory.current": "1000\n",
@@ -77,14 +77,14 @@ def memory(tmp_path, limit):
 
 
 def test_memory_is_the_working_set_of_the_cgroup(tmp_path):
-    """1000 in use, 300 of it pages that nobody needs."""
+    """1000 in use, 300 of it reclaimable pages."""
     expected = {"memory_bytes": 700, "memory_peak_bytes": 2000, "memory_limit_bytes": 5000}
 
     assert memory(tmp_path, "5000\n") == expected
 
 
 def test_a_working_set_that_cannot_be_told_is_unknown(tmp_path):
-    """Without its statistics the usage may be all page cache: no figure is better than that one."""
+    """Without its statistics the usage may be all page cache: an unknown figure is better than that one."""
     memory(tmp_path, "5000\n")
     (tmp_path / "memory.stat").unlink()
 
@@ -100,7 +100,7 @@ def test_a_cgroup_without_a_limit_is_not_ours(tmp_path):
 
 
 def test_a_family_is_the_group_and_all_descendants():
-    """5 is in the group of 2, 6 descends from it in a session of its own, 9 is a stranger."""
+    """5 is in the group of 2, 6 descends from it in a session of its own, 9 is unrelated."""
     tree = {1: (0, 1), 2: (1, 2), 5: (1, 2), 6: (5, 6), 7: (6, 6), 9: (1, 9)}
 
     assert family(2, tree) == [2, 5, 6, 7]
@@ -117,7 +117,7 @@ def test_this_process_can_be_sampled():
     after = sampler.sample(1.0)
 
     assert before["cpu_percent"] is None
-    used_s = after["cpu_seconds"] - before["cpu_seconds"]  # of its whole process group, in the one second
+    used_s = after["cpu_seconds"] - before["cpu_seconds"]  # of its whole process group, in that one second
     assert after["cpu_percent"] >= 4
     assert after["cpu_percent"] == pytest.approx(100 * used_s, abs=0.5)
     assert after["processes"] >= 1
@@ -127,14 +127,14 @@ def test_this_process_can_be_sampled():
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc on this system")
 def test_every_metric_is_in_the_table():
-    """The table in the docstring is what people read."""
+    """Users read the table in the docstring."""
     named = set(re.findall(r"``(\w+)``", host.__doc__))
 
     assert set(Host(os.getpid()).sample(0.0)) <= named
 
 
 def test_a_process_that_is_gone_is_unknown():
-    """No number is invented for it."""
+    """The sampler invents no number for it."""
     got = Host(2**22 + 1).sample(0.0)
 
     assert got["cpu_seconds"] is None
@@ -142,7 +142,7 @@ def test_a_process_that_is_gone_is_unknown():
 
 
 def test_a_large_family_is_read_less_often(monkeypatch):
-    """A hundred processes: every five seconds; the last numbers stand in between."""
+    """A hundred processes: every five seconds; in between the last numbers are repeated."""
     reads = []
     monkeypatch.setattr(host, "parents", lambda: dict.fromkeys(range(1, 101), (1, 1)))
     monkeypatch.setattr(host, "stat_fields", lambda pid: reads.append(pid) or [b"0"] * 30)
@@ -157,7 +157,7 @@ def test_a_large_family_is_read_less_often(monkeypatch):
 
 
 def test_a_line_has_times_and_what_is_known():
-    """Whole numbers stay whole, unknown and broken ones are left out."""
+    """Integers stay integers; unknown and invalid values are left out."""
     got = line({"a": 1.0, "b": 0.12345, "c": None, "d": float("nan")}, t=1.23456, at=5)
 
     assert got == b'{"t":1.235,"at":5,"a":1,"b":0.123}\n'

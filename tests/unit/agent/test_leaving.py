@@ -1,4 +1,4 @@
-"""Unit tests of the schedule of signals: an ask, a moment and facts in, a signal out."""
+"""Unit tests of the schedule of signals: a request, a time and facts in, a signal out."""
 
 import pytest
 
@@ -21,7 +21,7 @@ COOPERATES = Facts(cooperates=True)
     ],
 )
 def test_when_signals_are_sent(ask, facts, term, kill):
-    """Code that goes by itself is left alone until four fifths of its grace are over."""
+    """Code that stops by itself gets no signal until four fifths of its grace are over."""
     before = term - 0.1
     assert due_signal(ask, before, facts) is None
     assert due_signal(ask, term, facts) == "term"
@@ -31,7 +31,7 @@ def test_when_signals_are_sent(ask, facts, term, kill):
 
 
 def test_a_snapshot_that_comes_ends_the_wait():
-    """The sidecar copied at 40: SIGTERM at once, SIGKILL a grace later."""
+    """The sidecar copied at 40: SIGTERM at once, SIGKILL one grace later."""
     assert due_signal(LEAVE, 40, Facts(snapshot_pending=True)) is None
     assert due_signal(LEAVE, 40, Facts()) == "term"
     assert due_signal(LEAVE, 49, Facts(term_at=40)) is None
@@ -39,7 +39,7 @@ def test_a_snapshot_that_comes_ends_the_wait():
 
 
 def test_a_leave_now_waits_a_grace_for_the_snapshot():
-    """No alignment is asked for, but a copy takes time."""
+    """The request has no alignment, but a copy takes time."""
     now = Ask("leave", at=0, align_timeout_s=0, grace_s=10, sequence=3)
 
     assert due_signal(now, 9, Facts(snapshot_pending=True)) is None
@@ -57,5 +57,5 @@ def test_a_leave_now_waits_a_grace_for_the_snapshot():
     ],
 )
 def test_what_the_end_will_be_called(ask, outcome):
-    """A signal that follows a leave, as a graceful delete does, keeps it a leave."""
+    """A signal after a drain request, as in a graceful delete, leaves the outcome a drain."""
     assert ask.outcome == outcome

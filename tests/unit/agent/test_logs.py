@@ -1,4 +1,4 @@
-"""Unit tests of chunks and last lines: small files in a temporary folder, a clock by hand."""
+"""Unit tests of chunks and last lines: small files in a temporary folder, and a manual clock."""
 
 import os
 
@@ -9,12 +9,12 @@ from envscaler_agent.output import Chunks, Lines
 
 
 class Clock:
-    """A clock that moves when told to."""
+    """A clock that the test moves."""
 
     now = 0.0
 
     def __call__(self):
-        """Seconds."""
+        """Return the time in seconds."""
         return self.now
 
 
@@ -30,7 +30,7 @@ def chunks(folder, clock, *, max_bytes=10):
 
 
 def closed(folder):
-    """Contents of closed chunks by name."""
+    """Return contents of closed chunks by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.log"))}
 
 
@@ -45,7 +45,7 @@ def test_a_chunk_is_closed_when_it_is_full(tmp_path, clock):
 
 
 def test_a_full_chunk_ends_with_a_whole_line(tmp_path, clock):
-    """What follows the last line break goes into the next chunk."""
+    """The text after the last line break is in the next chunk."""
     writer = chunks(tmp_path, clock)
 
     writer.write(b"one\ntwo\nthree")
@@ -64,7 +64,7 @@ def test_a_line_longer_than_a_chunk_is_kept(tmp_path, clock):
 
 
 def test_a_chunk_is_closed_when_it_is_old(tmp_path, clock):
-    """Ten seconds after its first byte, not after it was made."""
+    """Ten seconds after its first byte, not after its creation."""
     writer = chunks(tmp_path, clock)
     clock.now = 100
     writer.write(b"one\n")
@@ -79,7 +79,7 @@ def test_a_chunk_is_closed_when_it_is_old(tmp_path, clock):
 
 
 def test_an_empty_chunk_is_never_closed(tmp_path, clock):
-    """Silence makes no files."""
+    """Silence creates no files."""
     writer = chunks(tmp_path, clock)
     clock.now = 100
 
@@ -104,7 +104,7 @@ def test_a_restarted_wrapper_reuses_no_number(tmp_path, clock):
 
 
 def test_a_number_whose_chunk_was_deleted_is_not_used_again(tmp_path, clock):
-    """All is uploaded and nothing is open but the empty next chunk: it keeps its number."""
+    """Everything is uploaded and only the empty next chunk is open: it keeps its number."""
     before = chunks(tmp_path, clock)
     before.write(b"uploaded..\n")
     (tmp_path / "000001.log").unlink()
@@ -116,7 +116,7 @@ def test_a_number_whose_chunk_was_deleted_is_not_used_again(tmp_path, clock):
 
 
 def test_a_full_disk_drops_output_and_counts_it(tmp_path, clock, monkeypatch):
-    """Writing fails: nothing is raised, the bytes are counted, and later output is kept again."""
+    """A failed write raises nothing, the bytes are counted, and later output is kept again."""
     writer = chunks(tmp_path, clock)
 
     def full(*_):
@@ -134,7 +134,7 @@ def test_a_full_disk_drops_output_and_counts_it(tmp_path, clock, monkeypatch):
 
 
 def test_output_is_dropped_when_the_sidecar_is_away_for_too_long(tmp_path, clock, monkeypatch):
-    """Three closed chunks may wait here; then the disk belongs to the training."""
+    """Three closed chunks may wait here; then the training has priority on the disk."""
     monkeypatch.setattr(output, "MAX_WAITING", 3)
     writer = chunks(tmp_path, clock)
 
@@ -147,14 +147,14 @@ def test_output_is_dropped_when_the_sidecar_is_away_for_too_long(tmp_path, clock
 
 
 def test_written_bytes_are_in_the_file_at_once(tmp_path, clock):
-    """A wrapper that is killed loses nothing that it had read."""
+    """A killed wrapper loses nothing that it had read."""
     chunks(tmp_path, clock).write(b"one\n")
 
     assert (tmp_path / "000001.open").read_bytes() == b"one\n"
 
 
 def test_lines_are_joined_over_reads():
-    """A line is given out when it is whole."""
+    """A line is returned once it is complete."""
     lines = Lines()
 
     assert lines.feed(b"one\ntw") == [b"one"]
@@ -180,7 +180,7 @@ def test_a_progress_bar_is_shown_as_it_stood_last():
 
 
 def test_last_lines_fit_into_a_status():
-    """A hundred long lines of characters that JSON writes as twelve bytes: the oldest go."""
+    """A hundred long lines of characters that JSON writes as twelve bytes: the oldest are dropped."""
     lines = Lines()
 
     lines.feed(("\U0001f642" * 3000 + "\n").encode() * 100)
@@ -190,7 +190,7 @@ def test_last_lines_fit_into_a_status():
 
 
 def test_a_stream_without_line_breaks_stays_small():
-    """A gigabyte of dots keeps its end only."""
+    """Of a gigabyte of dots only the end is kept."""
     lines = Lines()
 
     for _ in range(10):

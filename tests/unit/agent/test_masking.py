@@ -1,4 +1,4 @@
-"""Unit tests of masking: whatever the cuts, no secret comes out."""
+"""Unit tests of masking: no secret gets through, wherever the stream is cut."""
 
 import json
 from itertools import pairwise
@@ -11,26 +11,26 @@ from envscaler_agent.output import Masker, secret_values
 
 
 def masked(values, *pieces):
-    """All that comes out when *pieces* go in one after another."""
+    """Return the whole output when *pieces* go in one after another."""
     masker = Masker(values)
     return b"".join([*(masker.feed(piece) for piece in pieces), masker.flush()])
 
 
 def test_blanks_a_secret_and_leaves_the_rest():
-    """The value is replaced where it stands, as often as it stands there."""
+    """Each occurrence of the value is replaced in place."""
     assert masked(["hunter22"], b"a hunter22 b hunter22\n") == b"a *** b ***\n"
 
 
 @pytest.mark.parametrize("cut", range(1, len(b"key=hunter22;")))
 def test_a_secret_cut_by_a_read_is_blanked(cut):
-    """Wherever the stream is cut, the result is that of the whole."""
+    """The result never depends on where the stream is cut."""
     text = b"key=hunter22;"
 
     assert masked(["hunter22"], text[:cut], text[cut:]) == b"key=***;"
 
 
 def test_holds_back_only_what_may_become_a_secret():
-    """Text that cannot be the beginning of the secret is not delayed."""
+    """Text that cannot be the beginning of a secret is not delayed."""
     masker = Masker(["hunter22"])
 
     assert masker.feed(b"all is well\nhunt") == b"all is well\n"
@@ -38,7 +38,7 @@ def test_holds_back_only_what_may_become_a_secret():
 
 
 def test_a_longer_secret_wins_over_its_beginning():
-    """``abcd`` is a secret and so is ``abcdef``: the tail of the longer one is not shown."""
+    """``abcd`` and ``abcdef`` are secrets: the tail of the longer one is not shown."""
     assert masked(["abcd", "abcdef"], b"abcd", b"ef abcd") == b"*** ***"
 
 
@@ -48,7 +48,7 @@ def test_overlapping_secrets_are_blanked_as_one():
 
 
 def test_an_endless_run_of_a_repeating_secret_is_blanked_without_growing():
-    """``aaaa`` in a flood of ``a``: one mask, and never more than three bytes held back."""
+    """``aaaa`` in a flood of ``a``: one mask, and never more than three bytes in the buffer."""
     masker = Masker(["aaaa"])
 
     out = [masker.feed(b"aaaaa") for _ in range(1000)]
@@ -58,7 +58,7 @@ def test_an_endless_run_of_a_repeating_secret_is_blanked_without_growing():
 
 
 def test_lines_of_a_multi_line_secret_are_blanked_alone():
-    """A key file is blanked as a whole, and each long line of it where it is printed alone."""
+    """A key file is masked as a whole, and so is each long line of it that is printed alone."""
     key = "-----BEGIN KEY-----\nMIIEvQIBADANBg\nx1\n-----END KEY-----\n"
 
     assert masked([key], b"[" + key.strip().encode() + b"]") == b"[***]"
@@ -88,7 +88,7 @@ def test_a_trailing_line_break_of_a_value_does_not_matter():
 
 
 def test_masks_a_whole_text_beside_the_stream():
-    """A message is blanked without touching what the stream holds back."""
+    """A message is masked without touching the stream's buffer."""
     masker = Masker(["hunter22"])
     masker.feed(b"hunt")
 
@@ -97,7 +97,7 @@ def test_masks_a_whole_text_beside_the_stream():
 
 
 def test_takes_only_names_that_are_set():
-    """A secret that this attempt does not have is no error."""
+    """A secret that this attempt does not have causes no error."""
     assert secret_values(["A", "B"], {"A": "one", "C": "three"}) == ["one"]
 
 
@@ -107,7 +107,7 @@ def test_takes_only_names_that_are_set():
     cuts=st.lists(st.integers(0, 60), max_size=6),
 )
 def test_no_cut_lets_a_secret_through(secrets, text, cuts):
-    """Cut anywhere, the stream is masked as the whole text is, and no secret is left in it."""
+    """The stream gives the same output as the whole text for any cut, without any secret in it."""
     data = text.encode()
     marks = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
 

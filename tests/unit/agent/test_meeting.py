@@ -1,4 +1,4 @@
-"""What only a node knows, in the words of its command."""
+"""Placeholders in a command for values that only the node knows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NODE = {"ENVSCALER_RENDEZVOUS": "10.0.0.7:29400", "ENVSCALER_NODE": "3"}
     ],
 )
 def test_a_word_that_names_the_meeting_or_the_node_gets_it(word, becomes):
-    """Only these names, and only whole ones: everything else is the user's own."""
+    """Only these names, and only complete ones: every other text is the user's own."""
     assert expand([word], NODE) == [becomes]
 
 
 def test_an_address_of_version_six_keeps_its_brackets_only_before_a_port():
-    """The host alone is no URL."""
+    """A host alone has none."""
     environ = {"ENVSCALER_RENDEZVOUS": "[fd00::7]:29400"}
 
     assert expand(["$ENVSCALER_RENDEZVOUS", "$ENVSCALER_RENDEZVOUS_HOST"], environ) == [
@@ -37,7 +37,7 @@ def test_an_address_of_version_six_keeps_its_brackets_only_before_a_port():
 
 
 def test_what_is_not_known_is_left_for_a_shell():
-    """One node has no meeting."""
+    """A single node has no rendezvous."""
     words = ["sh", "-c", "echo $ENVSCALER_RENDEZVOUS $ENVSCALER_NODE"]
 
     assert expand(words, {}) == words

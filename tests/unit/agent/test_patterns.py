@@ -21,7 +21,7 @@ def test_reads_the_newest_value_of_each_field():
 
 
 def test_a_nan_loss_is_said_as_such():
-    """No number is invented for it, and the one before is not kept."""
+    """No number is invented for it, and the previous one is not kept."""
     found = LogPatterns({"loss": r"loss=(\S+)"})
     found.feed([b"loss=0.5"])
 
@@ -31,7 +31,7 @@ def test_a_nan_loss_is_said_as_such():
 
 
 def test_what_is_no_number_is_no_value():
-    """The pattern matches, but there is nothing to count."""
+    """The pattern matches, but the match is not a number."""
     found = LogPatterns({"step": r"step (\w+)"})
 
     assert not found.feed([b"step one"])
@@ -47,7 +47,7 @@ def test_what_is_no_number_is_no_value():
     ],
 )
 def test_a_bad_pattern_is_named_once_and_left_out(given, problem):
-    """The others go on."""
+    """The other patterns continue."""
     found = LogPatterns({**given, "loss": r"loss=(\S+)"})
 
     found.feed([b"step 5 loss=1"])
@@ -67,14 +67,14 @@ def test_long_lines_are_searched_at_their_beginning_only():
 
 
 def test_only_the_newest_lines_of_a_flood_are_searched():
-    """What was overtaken within one read does not matter."""
+    """Values that are overwritten within one read do not matter."""
     found = LogPatterns({"step": r"step (\d+)"})
 
     assert not found.feed([b"step 1", *[b"noise"] * progress.MAX_LINES])
 
 
 def test_a_pattern_that_explodes_is_dropped(monkeypatch):
-    """A search that takes exponential time is cut off by a timer; the other pattern goes on."""
+    """A timer interrupts a search that takes exponential time; the other pattern continues."""
     monkeypatch.setattr(progress, "MAX_SECONDS", 0.02)
     found = LogPatterns({"step": "((?:a+)+)$", "loss": r"loss=(\S+)"})
 
@@ -115,7 +115,7 @@ def test_one_timer_serves_all_patterns_of_a_read():
 
 
 def test_a_progress_bar_gives_its_newest_step_while_it_runs():
-    """A bar of 60 steps on one line that never ends: the last update counts, colours or not (C14)."""
+    """A bar of 60 steps on one line that never ends: the last update counts, in any colour (C14)."""
     lines, found = Lines(), LogPatterns({"step": r"(\d+)/60 \[", "loss": r"loss=([0-9.]+)"})
     bar = "\r{p:3d}%|\x1b[32m##\x1b[0m| {n}/60 [00:01<00:59, loss={loss:.4f}]"
 
@@ -130,7 +130,7 @@ def test_a_progress_bar_gives_its_newest_step_while_it_runs():
 
 
 def test_a_bar_that_goes_back_by_backspaces_gives_its_steps():
-    """As older Keras draws its bar (C14)."""
+    """Older Keras draws its bar that way (C14)."""
     lines, found = Lines(), LogPatterns({"step": r"(\d+)/60 \["})
 
     found.feed(lines.feed(b" 1/60 [....]" + b"\x08" * 12 + b" 2/60 [=...]" + b"\x08" * 12))

@@ -1,4 +1,4 @@
-"""Unit tests of what the two sides write to each other: whole, bounded, and checked when it is read."""
+"""Unit tests of the messages between the two sides: complete, bounded, and checked when read."""
 
 import json
 
@@ -20,13 +20,13 @@ MESSAGES = [
 
 
 def wire(**body):
-    """A message of this version."""
+    """Return a message of this version."""
     return json.dumps({"schema": protocol.SCHEMA, **body})
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_is_read_is_what_was_written(message):
-    """Every field, tuples and messages inside included."""
+    """Every field, including tuples and nested messages."""
     assert type(message).from_json(message.to_json(), where="x") == message
 
 
@@ -44,7 +44,7 @@ def test_the_types_of_fields_are_resolved_once(monkeypatch):
 
 
 def test_half_a_character_is_read_as_what_can_be_said():
-    """A file name that is no UTF-8, in a message: whoever prints a status ends in no traceback."""
+    """A file name that is not UTF-8, in a message: printing a status raises no error."""
     said = Status(message="shard-\udcff of größe", ended=Ended(last_lines=("\udcff",)))
 
     got = Status.from_json(said.to_json(), where="test")
@@ -53,13 +53,13 @@ def test_half_a_character_is_read_as_what_can_be_said():
 
 
 def test_what_is_unknown_is_left_out():
-    """None is no zero on the wire either."""
+    """None does not become zero in JSON either."""
     assert json.loads(Progress(step=0).to_json()) == {"schema": protocol.SCHEMA, "step": 0}
 
 
 @pytest.mark.parametrize("schema", ["1.0", "1.7"])
 def test_fields_of_a_newer_minor_version_are_ignored(schema):
-    """The newer side may say more."""
+    """The newer side may send more."""
     body = json.dumps({"schema": schema, "step": 5, "mood": "good", "phase": None})
 
     assert Progress.from_json(body, where="x") == Progress(step=5)
@@ -100,7 +100,7 @@ def test_another_major_version_is_refused_by_name(schema):
     ],
 )
 def test_nonsense_is_a_protocol_error_that_says_where(kind, text, said):
-    """Whatever the other side wrote, it is one error with the file's name in front."""
+    """Any invalid message raises the same error, which starts with the file's name."""
     with pytest.raises(ProtocolError, match="x: ") as caught:
         kind.from_json(text, where="x")
 
@@ -109,7 +109,7 @@ def test_nonsense_is_a_protocol_error_that_says_where(kind, text, said):
 
 @pytest.mark.parametrize("path", ["", "/a", "a//b", "a/../b", "..", "./a", "a/", "a\\b", "a\0b", "a" * 1025])
 def test_a_path_that_leaves_its_folder_is_not_safe(path):
-    """Neither by its parts nor by what some system makes of a character."""
+    """Neither by its parts nor by a system's special meaning of a character."""
     assert not protocol.is_safe_relative_path(path)
 
 
@@ -130,7 +130,7 @@ def test_names_of_checkpoints_sort_by_step_and_read_back():
     "name", ["g1-step-5-a1", "g1-step-00000005-a1/..", "g1-step-00000005-a1\n", "latest"]
 )
 def test_other_names_are_no_checkpoints(name):
-    """They come from a listing that others can write to."""
+    """They come from a listing of a folder that others can write to."""
     assert protocol.parse_checkpoint_name(name) is None
 
 
@@ -149,7 +149,7 @@ def test_other_names_are_no_checkpoints(name):
     ],
 )
 def test_links_of_a_manifest_stay_in_the_folder(links):
-    """Neither out of it, nor over a file, nor with anything below them (C)."""
+    """Not out of it, not over a file, and with nothing below them (C)."""
     files = tuple(ManifestFile(path=path, size=0, sha256="0" * 64) for path in ("w", "sub/x"))
 
     with pytest.raises(ValueError, match="links: "):

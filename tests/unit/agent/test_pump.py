@@ -1,4 +1,4 @@
-"""Unit tests of the pump and of the sampler's keeper: pipes instead of processes."""
+"""Unit tests of the output copier and of the sampler's supervisor: pipes instead of processes."""
 
 import os
 
@@ -12,7 +12,7 @@ from envscaler_agent.sampler_child import BACKOFF_S, GOOD_S, HANG_S, SamplerChil
 
 @pytest.fixture
 def pipe():
-    """A pipe; both ends are closed afterwards."""
+    """A pipe; the fixture closes both ends afterwards."""
     ends = list(os.pipe())
     yield ends
     for end in ends:
@@ -21,12 +21,12 @@ def pipe():
 
 
 def make(out, *, chunks=None, secrets=(), patterns=None):
-    """A pump to *out*."""
+    """Return a copier to *out*."""
     return Pump(Masker(secrets), LogPatterns(patterns or {}), chunks, out)
 
 
 def test_output_goes_to_stdout_and_to_chunks_masked(pipe, tmp_path):
-    """Both say the same."""
+    """Both get the same text."""
     chunks = Chunks(tmp_path, "log", max_bytes=1000, max_age_s=10, clock=lambda: 0)
     pump = make(pipe[1], chunks=chunks, secrets=["hunter22"])
 
@@ -41,7 +41,7 @@ def test_output_goes_to_stdout_and_to_chunks_masked(pipe, tmp_path):
 
 
 def test_a_slow_reader_holds_the_command_and_not_the_wrapper(pipe):
-    """256 KiB wait; then the command is not read from, as without a wrapper."""
+    """256 KiB wait; then the command blocks, as it would without a wrapper."""
     pump = make(pipe[1])
     assert pump.has_room
 
@@ -54,7 +54,7 @@ def test_a_slow_reader_holds_the_command_and_not_the_wrapper(pipe):
 
 
 def test_a_reader_that_is_gone_stops_nothing(pipe, tmp_path):
-    """The chunks go on."""
+    """The chunks continue."""
     chunks = Chunks(tmp_path, "log", max_bytes=1000, max_age_s=10, clock=lambda: 0)
     pump = make(pipe[1], chunks=chunks)
     os.close(pipe[0])
@@ -70,7 +70,7 @@ def test_a_reader_that_is_gone_stops_nothing(pipe, tmp_path):
 
 
 def test_patterns_search_what_was_masked(pipe):
-    """A number that is a secret is not taken for a step."""
+    """A secret number is not parsed as a step."""
     pump = make(pipe[1], secrets=["12345"], patterns={"step": r"step (\S+)"})
 
     assert not pump.take(b"step 12345\n")
@@ -79,10 +79,10 @@ def test_patterns_search_what_was_masked(pipe):
 
 
 class Process:
-    """A child that says what it is told to."""
+    """A child process that prints what the test writes."""
 
     def __init__(self, reading):
-        """Speak through a pipe."""
+        """Connect it by a pipe."""
         self.pid = 4242
         self.returncode = None
         self.stdout = os.fdopen(reading, "rb")
@@ -90,7 +90,7 @@ class Process:
 
 @pytest.fixture
 def keeper(monkeypatch):
-    """A sampler's keeper, with its clock, its children and what it killed."""
+    """A sampler's supervisor, with its clock, its children and the processes that it killed."""
     state = {"now": 0.0, "killed": [], "started": [], "ends": []}
 
     def start(argv, **_):
@@ -110,7 +110,7 @@ def keeper(monkeypatch):
 
 
 def test_samples_are_read_line_by_line(keeper):
-    """Half a line waits for its other half; nonsense is passed over."""
+    """Half a line waits for its other half; invalid lines are skipped."""
     sampler, state = keeper
     sampler.tick(0)
 
@@ -121,7 +121,7 @@ def test_samples_are_read_line_by_line(keeper):
 
 
 def test_a_sampler_that_died_is_started_again_later_and_later(keeper):
-    """1, 2, 4 ... 60 s."""
+    """After 1, 2, 4 ... 60 s."""
     sampler, state = keeper
     waits = []
     for _ in range(len(BACKOFF_S) + 1):
@@ -137,7 +137,7 @@ def test_a_sampler_that_died_is_started_again_later_and_later(keeper):
 
 
 def test_a_sampler_that_lived_long_is_started_again_at_once(keeper):
-    """The back-off begins anew."""
+    """The back-off restarts at its minimum."""
     sampler, state = keeper
     sampler.tick(0)
     sampler.reaped(4242, 1)
@@ -152,7 +152,7 @@ def test_a_sampler_that_lived_long_is_started_again_at_once(keeper):
 
 
 def test_a_silent_sampler_is_killed_and_replaced(keeper):
-    """20 s without a line; its late end is not taken for an orphan of the command."""
+    """20 s without a line; its late end does not count as an orphan of the command."""
     sampler, state = keeper
     sampler.tick(0)
 
@@ -167,7 +167,7 @@ def test_a_silent_sampler_is_killed_and_replaced(keeper):
 
 
 def test_the_call_that_hung_is_left_out_by_the_next(keeper):
-    """The child names it before it ends."""
+    """The child names the call before it ends."""
     sampler, state = keeper
     sampler.tick(0)
 
@@ -195,7 +195,7 @@ def test_a_stopped_sampler_stays_stopped(keeper):
 
 
 def test_the_sampler_sees_the_gpus_of_the_command(keeper):
-    """What CUDA shows to the command, by its environment."""
+    """The GPUs that CUDA shows to the command, by its environment."""
     sampler, state = keeper
     sampler.tick(0)
 

@@ -1,4 +1,4 @@
-"""Unit tests of how ranks agree: two ranks take turns by hand, waits end at once."""
+"""Unit tests of how ranks agree: a test runs two ranks in turn, and waits end at once."""
 
 import pytest
 
@@ -9,14 +9,14 @@ from envscaler_airflow.errors import CheckpointError
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
-    """Ranks 0 and 1 of a node; a wait looks three times."""
+    """Ranks 0 and 1 of a node; a wait checks three times."""
     monkeypatch.setattr(rk, "WAIT_S", 3 * rk.POLL_S)
     folder = tmp_path / "ranks"
     return [Neighbours(folder, rank, 2, sleep=lambda _: None) for rank in (0, 1)]
 
 
 def test_both_save_at_the_step_that_rank_0_names(pair):
-    """Wanted at step 10: both go on, and both save at 11, whoever comes first."""
+    """Wanted at step 10: both continue, and both save at 11, in any order."""
     first, second = pair
 
     assert first.decide(10, rk.SAVE, epoch_end=False) == rk.NOTHING
@@ -28,7 +28,7 @@ def test_both_save_at_the_step_that_rank_0_names(pair):
 
 
 def test_a_rank_that_follows_never_decides(pair):
-    """What rank 1 wants does not matter."""
+    """Rank 1's own wish does not matter."""
     _, second = pair
 
     assert not second.look()
@@ -36,7 +36,7 @@ def test_a_rank_that_follows_never_decides(pair):
 
 
 def test_the_first_rank_waits_for_all(pair):
-    """Rank 1 has saved: nothing went wrong, and both may go on."""
+    """Rank 1 has saved: both may continue."""
     first, second = pair
     first.decide(10, rk.SAVE, epoch_end=False)
     second.look()
@@ -50,7 +50,7 @@ def test_the_first_rank_waits_for_all(pair):
 
 
 def test_a_rank_that_could_not_save_is_named(pair):
-    """Its reason reaches rank 0, and the others hear that there is no checkpoint."""
+    """Rank 0 gets its reason, and the other ranks learn that there is no checkpoint."""
     first, second = pair
     first.decide(10, rk.SAVE, epoch_end=False)
     second.look()
@@ -62,7 +62,7 @@ def test_a_rank_that_could_not_save_is_named(pair):
 
 
 def test_ranks_that_were_not_at_the_same_step_make_no_checkpoint(pair):
-    """Without gradients to reduce, rank 1 ran ahead to 13: nothing is saved, the next lead is longer."""
+    """Without gradients to reduce, rank 1 ran ahead to 13: no save, and the next lead is longer."""
     first, second = pair
     first.decide(10, rk.SAVE, epoch_end=False)
 
@@ -82,7 +82,7 @@ def test_ranks_that_were_not_at_the_same_step_make_no_checkpoint(pair):
 
 
 def test_code_that_asks_every_fifth_step_saves_there(pair):
-    """Step 11 is named and nobody asks there: all save at 15."""
+    """Step 11 is named but no rank calls then: all save at 15."""
     first, second = pair
     first.decide(10, rk.SAVE, epoch_end=False)
     second.look()
@@ -93,7 +93,7 @@ def test_code_that_asks_every_fifth_step_saves_there(pair):
 
 
 def test_an_epoch_end_before_the_named_step_has_its_own_verdict(pair):
-    """Step 24 was named; at 22 an epoch ends: rank 1 waits there, and both save."""
+    """Step 24 was named; an epoch ends at 22: rank 1 waits there, and both save."""
     first, second = pair
     first.lead_steps = 4
     first.decide(20, rk.SAVE, epoch_end=False)
@@ -106,14 +106,14 @@ def test_an_epoch_end_before_the_named_step_has_its_own_verdict(pair):
 
 
 def test_a_rank_that_never_answers_is_named(pair):
-    """The wait is bounded; training goes on without this checkpoint."""
+    """The wait is bounded; training continues without this checkpoint."""
     first, _ = pair
 
     assert first.gather(11) == [f"no answer from ranks [1] within {rk.WAIT_S:g} s"]
 
 
 def test_a_rank_that_has_saved_goes_on(pair):
-    """Rank 1 saved 11 and is at 12 while rank 0 still completes: nothing is asked of it again."""
+    """Rank 1 saved 11 and is at 12 while rank 0 still completes: it gets no second request."""
     first, second = pair
     first.decide(10, rk.SAVE, epoch_end=False)
     second.look()
@@ -126,7 +126,7 @@ def test_a_rank_that_has_saved_goes_on(pair):
 
 
 def test_an_answer_waits_for_room_on_a_full_disk(pair, monkeypatch):
-    """Others wait for it: it is written again until it is there, within bounds."""
+    """Others wait for it: the rank retries the write until it succeeds, within bounds."""
     _, second = pair
     tries = []
 
@@ -143,7 +143,7 @@ def test_an_answer_waits_for_room_on_a_full_disk(pair, monkeypatch):
 
 
 def test_a_step_that_cannot_be_named_stays_wanted(pair, monkeypatch):
-    """The disk is full: nobody hears of step 11, and the next try names 12."""
+    """The disk is full: no rank learns of step 11, and the next try names 12."""
     first, second = pair
 
     def full(path, body):
@@ -160,7 +160,7 @@ def test_a_step_that_cannot_be_named_stays_wanted(pair, monkeypatch):
 
 
 def test_an_epoch_end_has_a_verdict_at_once(pair):
-    """Nobody can name the step before: rank 1 waits there for rank 0."""
+    """The step before cannot be named: rank 1 waits there for rank 0."""
     first, second = pair
 
     with pytest.raises(CheckpointError, match="no verdict of rank 0 for step 20"):
@@ -170,7 +170,7 @@ def test_an_epoch_end_has_a_verdict_at_once(pair):
 
 
 def test_an_epoch_end_without_a_save_stops_nobody(pair):
-    """The verdict may be to go on."""
+    """The verdict may be to continue."""
     first, second = pair
 
     assert first.decide(20, rk.NOTHING, epoch_end=True) == rk.NOTHING
@@ -178,7 +178,7 @@ def test_an_epoch_end_without_a_save_stops_nobody(pair):
 
 
 def test_a_step_named_before_stands_at_an_epoch_end(pair):
-    """Step 20 was named at 19 and is an epoch's end: both do what was named."""
+    """Step 20 was named at 19 and ends an epoch: both save as named."""
     first, second = pair
     first.decide(19, rk.SAVE, epoch_end=False)
     second.look()
@@ -188,7 +188,7 @@ def test_a_step_named_before_stands_at_an_epoch_end(pair):
 
 
 def test_a_new_launch_forgets_what_the_old_one_named(pair, tmp_path):
-    """Rank 0 was killed between naming and saving; the restarted ranks begin with a clean slate."""
+    """Rank 0 was killed between naming and saving; the restarted ranks begin without that name."""
     first, second = pair
     first.decide(10, rk.SAVE, epoch_end=False)
     second.look()
@@ -201,7 +201,7 @@ def test_a_new_launch_forgets_what_the_old_one_named(pair, tmp_path):
 
 
 def test_across_nodes_all_are_asked_at_the_same_steps():
-    """Every third call and every epoch end; rank 0's word is everyone's."""
+    """Every third call and every epoch end; rank 0 decides for all."""
     asked = []
 
     def agree(number):
@@ -219,7 +219,7 @@ def test_across_nodes_all_are_asked_at_the_same_steps():
 
 
 def test_rank_0_says_what_it_wants():
-    """Its integer is what the broadcast sends."""
+    """The broadcast sends its integer."""
     rank = Collective(lambda number: number, every=1, leads=True, local=Alone())
     rank.look()
 
@@ -227,7 +227,7 @@ def test_rank_0_says_what_it_wants():
 
 
 def test_the_ranks_of_a_node_complete_its_folder_together(pair):
-    """Whoever decides, the first rank of a node waits for its neighbours."""
+    """The first rank of a node waits for its neighbours, even if another rank decides."""
     first, second = (Scheduled(local) for local in pair)
     second.acknowledge(11, "")
 
@@ -248,7 +248,7 @@ def test_the_ranks_of_a_node_complete_its_folder_together(pair):
     ],
 )
 def test_a_ranks_place(environ, given, nodes, expected):
-    """Arguments, else what the launcher set, else alone."""
+    """Arguments, else the launcher's settings, else a single rank."""
     arguments = {"rank": None, "world_size": None, "local_rank": None, **given}
 
     assert layout(environ, nodes=nodes, **arguments) == expected

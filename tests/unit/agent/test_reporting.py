@@ -1,4 +1,4 @@
-"""Unit tests of what the wrapper says: a clock by hand, files in a temporary folder."""
+"""Unit tests of what the wrapper reports: a manual clock, files in a temporary folder."""
 
 import json
 
@@ -12,12 +12,12 @@ from envscaler_agent.wrapper import _Tracker
 
 
 class Clock:
-    """A clock that moves when told to."""
+    """A clock that the test moves."""
 
     now = 100.0
 
     def __call__(self):
-        """Seconds."""
+        """Return the time in seconds."""
         return self.now
 
 
@@ -29,7 +29,7 @@ def clock():
 
 @pytest.fixture
 def spool(tmp_path):
-    """An spool folder."""
+    """A spool folder."""
     return Spool(tmp_path)
 
 
@@ -40,12 +40,12 @@ def reporter(spool, clock):
 
 
 def said(spool):
-    """The status."""
+    """Return the status."""
     return Status.from_json(spool.wrapper.read_bytes(), where="wrapper.json")
 
 
 def lines(spool):
-    """All metric lines, closed or not."""
+    """Return all metric lines, closed or not."""
     found = []
     for path in sorted(spool.metrics.iterdir()):
         found += [json.loads(line) for line in path.read_text().splitlines()]
@@ -53,7 +53,7 @@ def lines(spool):
 
 
 def test_a_status_is_written_when_it_changed_and_not_more_than_once_a_second(reporter, spool, clock):
-    """Three changes within a second are one write; no change is none."""
+    """Three changes within a second cause one write; no change causes none."""
     reporter.set(phase="running")
     reporter.tick()
     for message in ("a", "b"):
@@ -73,7 +73,7 @@ def test_a_status_is_written_when_it_changed_and_not_more_than_once_a_second(rep
 
 @pytest.mark.parametrize(("full_for", "tries", "reason"), [(3, 3, "failed"), (999, END_TRIES, None)])
 def test_the_end_is_said_once_a_full_disk_has_room(reporter, spool, monkeypatch, full_for, tries, reason):
-    """The sidecar would wait for it for ever; a disk that stays full holds nobody for more than a minute."""
+    """The sidecar would wait for it for ever; a disk that stays full delays the end by at most a minute."""
     reporter.tick()
     waits = []
 
@@ -92,7 +92,7 @@ def test_the_end_is_said_once_a_full_disk_has_room(reporter, spool, monkeypatch,
 
 
 def test_a_full_disk_delays_a_status(reporter, spool, clock, monkeypatch):
-    """The next tick says it."""
+    """The next tick writes it."""
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -107,7 +107,7 @@ def test_a_full_disk_delays_a_status(reporter, spool, clock, monkeypatch):
 
 
 def test_metric_lines_have_both_clocks(reporter, spool, clock):
-    """``t`` since the node began, ``at`` by the wall; the sampler's own times win over ours."""
+    """``t`` since the node began, ``at`` by the wall clock; the sampler's own times take precedence."""
     reporter.add_sample({"t": 1.5, "at": 4999.0, "cpu_percent": 50}, cpu_seconds=3.0)
     clock.now = 102.5
     reporter.add_progress(Progress(step=3, step_time_s=0.5, loss=0.25))
@@ -130,7 +130,7 @@ def test_loss_is_recorded_every_ten_seconds_and_steps_every_second(reporter, spo
 
 
 def test_a_step_is_recorded_once(reporter, spool, clock):
-    """Evaluation takes a minute; the same step is not said sixty times."""
+    """Evaluation takes a minute; the same step is not recorded sixty times."""
     for _ in range(60):
         clock.now += 1
         reporter.add_progress(Progress(step=5))
@@ -139,7 +139,7 @@ def test_a_step_is_recorded_once(reporter, spool, clock):
 
 
 def test_old_metrics_are_closed(reporter, spool, clock):
-    """After five minutes, although nothing else is said."""
+    """After five minutes, even if nothing else is reported."""
     reporter.add_progress(Progress(step=1))
     clock.now += 300
 
@@ -149,7 +149,7 @@ def test_old_metrics_are_closed(reporter, spool, clock):
 
 
 def test_usage_is_the_mean_of_the_last_samples(reporter, spool, clock):
-    """Fifteen samples; limits, totals and counts as they were last."""
+    """Fifteen samples; limits, totals and counts keep their last value."""
     for number in range(30):
         clock.now += 1
         sample = {"t": 0, "at": 0, "cpu_percent": number, "memory_peak_bytes": number, "odd": "text"}
@@ -171,7 +171,7 @@ def test_means_are_over_the_samples_that_know():
 
 
 def test_what_has_no_mean_is_as_it_was_last():
-    """Bits of a mask, and what only grows: the mean of 4 and 8 would be two other reasons."""
+    """Bit masks, and counters: the mean of 4 and 8 would mean two other reasons."""
     samples = [
         {"gpu0_throttle_reasons": 4.0, "gpu0_energy_joules": 10.0},
         {"gpu0_throttle_reasons": 8.0, "gpu0_energy_joules": 30.0},
@@ -194,7 +194,7 @@ def test_without_an_spool_nothing_is_written(clock, tmp_path, monkeypatch):
 
 
 def test_the_end_is_said_at_once(reporter, spool):
-    """Nobody waits a second for it."""
+    """It does not wait for the next second."""
     reporter.set(phase="running")
     reporter.tick()
     for percent in (1, 3):
@@ -221,7 +221,7 @@ def test_a_rate_looks_back_half_a_minute():
 
 
 def test_a_rate_needs_two_moments():
-    """Unknown is not 0, and a count that fell begins anew."""
+    """Unknown is not 0, and a count that fell starts over."""
     rate = Rate()
     assert rate.per_s() is None
     rate.add(0, 10)
@@ -234,7 +234,7 @@ def test_a_rate_needs_two_moments():
 
 @pytest.mark.parametrize(("by", "rate"), [("session", None), ("log", 100.0)])
 def test_only_steps_told_by_the_log_are_timed_here(by, rate):
-    """A session counts its own, and its first look at a restored step is a jump; a log has nobody else."""
+    """A session counts its own, and its first report of a restored step is a jump; a log needs a count."""
     said = Progress()
 
     class Pump:

@@ -1,4 +1,4 @@
-"""Unit tests of checkpoint folders: complete under their name, or not there."""
+"""Unit tests of checkpoint folders: complete under their name, or absent."""
 
 import json
 
@@ -18,7 +18,7 @@ def partial(checkpoints, name, text="weights"):
 
 
 def test_a_completed_folder_has_its_name_and_its_facts(tmp_path):
-    """Facts that are unknown are left out."""
+    """Unknown facts are left out."""
     partial(tmp_path, ONE)
 
     final = saving.complete(tmp_path, ONE, {"step": 1, "epoch": None})
@@ -66,7 +66,7 @@ def test_an_abandoned_save_leaves_the_one_before(tmp_path):
 
 
 def test_what_the_sidecar_has_taken_does_not_wait(tmp_path):
-    """Its ``.done`` says so; the folder may be there or not."""
+    """Its ``.done`` marks it; the folder may exist or not."""
     for name in (ONE, TWO):
         partial(tmp_path, name)
         saving.complete(tmp_path, name, {})
@@ -75,13 +75,13 @@ def test_what_the_sidecar_has_taken_does_not_wait(tmp_path):
     assert saving.waiting(tmp_path) == [TWO]
     assert saving.is_taken(tmp_path, ONE)
     assert saving.is_taken(tmp_path, TWO)
-    (tmp_path / f"{THREE[:-1]}2.done").touch()  # its folder is gone already
+    (tmp_path / f"{THREE[:-1]}2.done").touch()  # its folder is already gone
     assert saving.is_taken(tmp_path, f"{THREE[:-1]}2")
     assert not saving.is_taken(tmp_path, THREE)
 
 
 def test_only_the_newest_are_kept_without_a_sidecar(tmp_path):
-    """By step as a number: 10 is newer than 9, whatever the attempt."""
+    """By step as a number: 10 is newer than 9, in any attempt."""
     names = ["g1-step-00000009-a9", "g1-step-00000010-a1", "g1-step-00000011-a1"]
     for name in names:
         partial(tmp_path, name)
@@ -94,7 +94,7 @@ def test_only_the_newest_are_kept_without_a_sidecar(tmp_path):
 
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_facts_that_cannot_be_read_are_unknown(tmp_path, text):
-    """Restoring goes on without them."""
+    """Restoring continues without them."""
     (tmp_path / "agent.json").write_text(text, encoding="utf-8")
 
     assert saving.facts_of(tmp_path) == {}
@@ -102,6 +102,6 @@ def test_facts_that_cannot_be_read_are_unknown(tmp_path, text):
 
 
 def test_nothing_is_there_before_the_first_save(tmp_path):
-    """No folder is no error."""
+    """A missing folder raises no error."""
     assert saving.newest(tmp_path / "absent") is None
     saving.clear_partial(tmp_path / "absent")

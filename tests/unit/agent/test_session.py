@@ -1,4 +1,4 @@
-"""Unit tests of Session: what it says of the training; an spool in a temporary folder, a clock by hand."""
+"""Unit tests of Session's reports: a spool in a temporary folder, and a manual clock."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from envscaler_airflow.sidecar.spool_state import Spool as SidecarSpool
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch):
-    """No launcher is around."""
+    """Remove every launcher from the environment."""
     for variable in LAUNCHER:
         monkeypatch.delenv(variable, raising=False)
 
@@ -39,7 +39,7 @@ def rig(tmp_path):
     ],
 )
 def test_the_sidecar_hears_who_saves_now_and_then(tmp_path, every, ranks, saves):
-    """It copies no files of a training that saves by Session, and goes on where nothing else is saved."""
+    """It copies no files of a training that saves by Session; where Session does not save, it copies them."""
     rig = Rig(tmp_path / "x", nodes=2 if ranks else 1, **({"every": every} if every else {}))
     sidecar = SidecarSpool(rig.spool.root)
     with rig.session(**ranks) as session:
@@ -51,7 +51,7 @@ def test_the_sidecar_hears_who_saves_now_and_then(tmp_path, every, ranks, saves)
 
 
 def test_numbers_that_json_cannot_say_end_no_training(rig):
-    """Counts of numpy and torch are none of Python's; a noise scale may come of a division by zero."""
+    """Counts from numpy and torch are not Python's; a noise scale may come from a division by zero."""
     with rig.session(total_steps=1e3) as session:
         session.report(noise_scale=math.nan, repeated_samples=Fraction(4))
         for _ in range(3):
@@ -69,11 +69,11 @@ def test_numbers_that_json_cannot_say_end_no_training(rig):
     assert (facts["samples"], facts["global_batch"]) == (96, 64)
 
 
-# -- without an spool ---------------------------------------------------------------------------
+# -- without a spool -----------------------------------------------------------------------------
 
 
 def test_a_plain_run_needs_nothing(tmp_path, monkeypatch):
-    """On a laptop everything works, writes nothing and never leaves."""
+    """On a laptop everything works, writes nothing and never drains."""
     monkeypatch.chdir(tmp_path)
 
     with Session(total_steps=3) as session:
@@ -88,7 +88,7 @@ def test_a_plain_run_needs_nothing(tmp_path, monkeypatch):
 
 
 def test_a_local_folder_keeps_and_restores(tmp_path):
-    """Every ten minutes, as many as are kept, and the newest is found again."""
+    """Every ten minutes; the configured number is kept, and a restart finds the newest."""
     now = [0.0]
     timed = type("Timed", (Session,), {"_clock": staticmethod(lambda: now[0])})
     with timed(local_dir=tmp_path) as session:
@@ -108,7 +108,7 @@ def test_a_local_folder_keeps_and_restores(tmp_path):
 
 
 def test_counts_go_on_from_the_restored_checkpoint(tmp_path):
-    """The sidecar says where it stands; what it does not say is in the folder itself."""
+    """The sidecar gives the position; the folder itself has the rest."""
     rig = Rig(tmp_path / "x")
     folder = tmp_path / "restored"
     folder.mkdir()
@@ -124,7 +124,7 @@ def test_counts_go_on_from_the_restored_checkpoint(tmp_path):
 
 
 def test_restored_steps_are_no_speed(tmp_path):
-    """From step 1000, steps of a second: one a second, not the thousand that were made before."""
+    """From step 1000, one step a second: the speed is one a second, not the thousand made before."""
     rig = Rig(tmp_path / "x")
     folder = tmp_path / "restored"
     folder.mkdir()
@@ -185,7 +185,7 @@ def test_progress_is_written_at_most_once_a_second(rig, monkeypatch):
 
 
 def test_an_epoch_end_as_a_number_is_the_number_finished(rig):
-    """0 is no end: none has finished."""
+    """0 does not mark an end: no epoch has finished."""
     with rig.session() as session:
         session.checkpoint(rig.save, epoch_end=0)
         assert session.epoch == 0
@@ -207,7 +207,7 @@ def test_a_loss_that_is_no_number_is_said_as_such(rig, loss):
 
 
 class Tensor:
-    """A loss on a GPU: each look at it waits."""
+    """A loss on a GPU: each read waits."""
 
     looks = 0
 
@@ -217,7 +217,7 @@ class Tensor:
         self.has_graph = has_graph
 
     def detach(self):
-        """The same without its graph."""
+        """Return the same without its graph."""
         return Tensor(self.value, has_graph=False)
 
     def __float__(self):
@@ -257,7 +257,7 @@ def test_slow_phases_and_saves_are_no_step_time(rig):
 
 
 def test_a_phase_is_said_at_once(rig):
-    """The wrapper must know of an evaluation before it wonders about the silence."""
+    """The wrapper must know of an evaluation before the silence looks like a stall."""
     with rig.session() as session:
         session.phase("evaluation")
 
@@ -265,7 +265,7 @@ def test_a_phase_is_said_at_once(rig):
 
 
 def test_facts_of_the_trainings_own_are_passed_on(rig):
-    """Others are a mistake."""
+    """Unknown ones are an error."""
     with rig.session() as session:
         session.report(noise_scale=512.0, repeated_samples=3)
         session.step()
@@ -289,7 +289,7 @@ def test_a_forked_worker_writes_nothing(rig, monkeypatch):
 
 
 def test_a_full_disk_costs_a_report_and_not_the_training(rig, monkeypatch):
-    """Writing fails: the steps go on."""
+    """A failed write does not stop the steps."""
 
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Unit tests of Session: what the owner asks is done once, at the right step."""
+"""Unit tests of Session: it carries out the owner's request once, at the right step."""
 
 import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
@@ -10,7 +10,7 @@ from envscaler_airflow.errors import CheckpointError
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch):
-    """No launcher is around."""
+    """Remove every launcher from the environment."""
     for variable in LAUNCHER:
         monkeypatch.delenv(variable, raising=False)
 
@@ -22,7 +22,7 @@ def rig(tmp_path):
 
 
 def test_saves_when_asked_once(rig):
-    """A control is carried out once, however long it stands."""
+    """A control is carried out once, even if it stays."""
     with rig.session() as session:
         rig.walk(session, 2)
         rig.ask("checkpoint")
@@ -33,7 +33,7 @@ def test_saves_when_asked_once(rig):
 
 @pytest.mark.parametrize("before", [None, "leave"])
 def test_a_hold_is_no_request(rig, before):
-    """The training goes on, and what was asked before stays asked (A5)."""
+    """The training continues, and an earlier request stays in force (A5)."""
 
     def train():
         with rig.session() as session:
@@ -54,7 +54,7 @@ def test_a_hold_is_no_request(rig, before):
 
 
 def test_leaves_at_the_next_step(rig):
-    """Saved, said, and gone with the protocol's code."""
+    """It saves, reports and exits with the protocol's code."""
 
     def train():
         with rig.session() as session:
@@ -71,7 +71,7 @@ def test_leaves_at_the_next_step(rig):
 
 
 def test_leaves_at_the_end_of_the_epoch(rig):
-    """Asked at step 2, the epoch ends at 6."""
+    """Requested at step 2, the epoch ends at 6."""
 
     def train():
         with rig.session() as session:
@@ -86,7 +86,7 @@ def test_leaves_at_the_end_of_the_epoch(rig):
 
 
 def test_the_wait_for_an_epoch_is_bounded(rig):
-    """Nobody announces an epoch's end: after three seconds the next step will do."""
+    """The code announces no epoch's end: after three seconds the next step counts."""
 
     def train():
         with rig.session() as session:
@@ -101,7 +101,7 @@ def test_the_wait_for_an_epoch_is_bounded(rig):
 
 
 def test_a_leave_can_be_taken_back(rig):
-    """The move was called off before the epoch's end."""
+    """The move was cancelled before the epoch's end."""
     with rig.session() as session:
         rig.ask("leave", align="epoch")
         rig.walk(session, 3, epoch=6)
@@ -112,7 +112,7 @@ def test_a_leave_can_be_taken_back(rig):
 
 
 def test_stops_with_a_checkpoint(rig):
-    """The money is spent; the work is kept."""
+    """The budget is spent; the work is kept."""
 
     def train():
         with rig.session() as session:
@@ -144,7 +144,7 @@ def test_a_signal_to_the_wrapper_stops_at_the_next_step(rig):
 
 
 def test_a_leave_whose_save_fails_is_an_error(rig):
-    """The owner must hear that the work since the last checkpoint is lost."""
+    """The owner must know that the work since the last checkpoint is lost."""
     rig.ask("leave")
 
     def fail(folder):
@@ -177,7 +177,7 @@ def test_a_stop_whose_save_fails_still_stops(rig):
 
 
 def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path):
-    """Asked to leave right after a periodic save of the same step."""
+    """A drain request right after a periodic save of the same step."""
     rig = Rig(tmp_path / "x", every={"steps": 1})
 
     def train():
@@ -192,7 +192,7 @@ def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path):
 
 
 def test_a_control_of_another_version_changes_nothing(rig, capsys):
-    """Training goes on, and the message names both versions."""
+    """Training continues, and the message names both versions."""
     with rig.session() as session:
         rig.spool.control.write_text('{"schema": "2.0", "action": "leave"}', encoding="utf-8")
         rig.walk(session, 3)
@@ -202,7 +202,7 @@ def test_a_control_of_another_version_changes_nothing(rig, capsys):
 
 
 def test_cooperates_from_the_first_checkpoint_call(rig):
-    """Code that only reports steps cannot be left to go by itself."""
+    """Code that only reports steps cannot be trusted to stop by itself."""
     with rig.session() as session:
         session.step()
         assert not rig.said().cooperates
@@ -211,7 +211,7 @@ def test_cooperates_from_the_first_checkpoint_call(rig):
 
 
 def test_an_exception_in_save_that_ends_the_process_is_not_swallowed(tmp_path):
-    """Ctrl-C in the middle of a save ends the training, and nothing half is complete."""
+    """Ctrl-C in the middle of a save ends the training, and no partial save counts as complete."""
     rig = Rig(tmp_path / "x", every={"steps": 1})
 
     def interrupted(folder):

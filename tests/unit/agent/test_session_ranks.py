@@ -1,4 +1,4 @@
-"""Unit tests of Session: several ranks save and leave at the same step."""
+"""Unit tests of Session: several ranks save and drain at the same step."""
 
 import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
@@ -10,13 +10,13 @@ from envscaler_agent.protocol import EXIT_LEFT
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch):
-    """No launcher is around."""
+    """Remove every launcher from the environment."""
     for variable in LAUNCHER:
         monkeypatch.delenv(variable, raising=False)
 
 
 def test_two_ranks_of_a_node_leave_at_the_same_step(tmp_path, monkeypatch):
-    """Rank 0 names the step, each writes its shard, rank 0 completes; both exit alike."""
+    """Rank 0 names the step, each writes its shard, rank 0 completes; both exit the same way."""
     monkeypatch.setattr(rk, "WAIT_S", 5 * rk.POLL_S)
     rig = Rig(tmp_path / "x")
     first, second = (rig.session(rank=rank, world_size=2) for rank in (0, 1))
@@ -49,7 +49,7 @@ def test_two_ranks_of_a_node_leave_at_the_same_step(tmp_path, monkeypatch):
 
 
 def test_no_checkpoint_is_complete_without_every_rank(tmp_path, monkeypatch):
-    """Rank 1 cannot write its shard: nothing is renamed, rank 0 says why, both train on."""
+    """Rank 1 cannot write its shard: nothing is renamed, rank 0 reports the reason, both keep training."""
     monkeypatch.setattr(rk, "WAIT_S", 5 * rk.POLL_S)
     rig = Rig(tmp_path / "x", every={"steps": 2})
     first, second = (rig.session(rank=rank, world_size=2) for rank in (0, 1))
@@ -71,7 +71,7 @@ def test_no_checkpoint_is_complete_without_every_rank(tmp_path, monkeypatch):
 
 
 def test_a_leave_that_ranks_could_not_agree_on_is_tried_again(tmp_path, monkeypatch, capsys):
-    """Rank 1 was elsewhere: rank 0 does not fail, and leaves at a later step."""
+    """Rank 1 was elsewhere: rank 0 does not fail, and drains at a later step."""
     monkeypatch.setattr(rk, "WAIT_S", 5 * rk.POLL_S)
     rig = Rig(tmp_path / "x")
     rig.ask("leave")
@@ -94,7 +94,7 @@ def test_a_leave_that_ranks_could_not_agree_on_is_tried_again(tmp_path, monkeypa
 
 
 def test_a_rank_whose_shard_failed_makes_room_for_its_answer(tmp_path, monkeypatch):
-    """Its half of a checkpoint that will never be is removed before it answers on the full disk."""
+    """Its part of the failed checkpoint is removed before it answers on the full disk."""
     rig = Rig(tmp_path / "x")
     rig.session(rank=0, world_size=2)
     second = rig.session(rank=1, world_size=2)
@@ -115,7 +115,7 @@ def test_a_rank_whose_shard_failed_makes_room_for_its_answer(tmp_path, monkeypat
 
 
 def test_counted_saves_fall_on_their_step_with_several_ranks(tmp_path, monkeypatch):
-    """Every 4 steps means step 4, although rank 0 must name it one step before."""
+    """Every 4 steps means step 4, although rank 0 must name it one step earlier."""
     monkeypatch.setattr(rk, "WAIT_S", 5 * rk.POLL_S)
     rig = Rig(tmp_path / "x", every={"steps": 4})
     first, second = (rig.session(rank=rank, world_size=2) for rank in (0, 1))
@@ -139,7 +139,7 @@ def test_counted_saves_fall_on_their_step_with_several_ranks(tmp_path, monkeypat
 
 
 def test_ranks_on_other_nodes_follow_the_broadcast(tmp_path):
-    """A rank of node 1 sees no control; it leaves when rank 0's integer says so."""
+    """A rank of node 1 sees no control; it drains when rank 0's integer requests it."""
     rig = Rig(tmp_path / "x", nodes=2, node=1)
 
     def train():
@@ -154,7 +154,7 @@ def test_ranks_on_other_nodes_follow_the_broadcast(tmp_path):
 
 
 def test_without_a_broadcast_only_counted_saves_cross_nodes(tmp_path, capsys):
-    """Nobody can be sure of the step of a leave, so it is not carried out."""
+    """No rank can be sure of the step of a drain, so it is not carried out."""
     rig = Rig(tmp_path / "x", nodes=2, every={"steps": 4})
     rig.ask("leave")
 

@@ -11,7 +11,7 @@ from envscaler_agent import spool as ex
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch):
-    """No launcher is around."""
+    """Remove every launcher from the environment."""
     for variable in LAUNCHER:
         monkeypatch.delenv(variable, raising=False)
 
@@ -26,7 +26,7 @@ def _bare_environment(monkeypatch):
     ],
 )
 def test_saves_when_it_is_due(tmp_path, every, expected):
-    """Ten steps of a second, three steps an epoch."""
+    """Ten steps of a second, three steps per epoch."""
     rig = Rig(tmp_path / "x", every=every)
 
     with rig.session() as session:
@@ -46,7 +46,7 @@ def test_aligned_saves_wait_for_the_end_of_an_epoch(tmp_path):
 
 
 def test_a_checkpoint_carries_its_facts(tmp_path):
-    """What the sidecar needs for the manifest."""
+    """The sidecar needs them for the manifest."""
     rig = Rig(tmp_path / "x", every={"steps": 4}, global_batch=64)
 
     with rig.session() as session:
@@ -66,7 +66,7 @@ def test_a_checkpoint_carries_its_facts(tmp_path):
 
 
 def test_the_time_of_saves_is_counted(tmp_path):
-    """Two saves of 3 s: training stood still for 6."""
+    """Two saves of 3 s: training paused for 6."""
     rig = Rig(tmp_path / "x", every={"steps": 4})
 
     def slow(folder):
@@ -84,7 +84,7 @@ def test_the_time_of_saves_is_counted(tmp_path):
 
 
 def test_a_save_is_announced_while_it_lasts(tmp_path):
-    """The wrapper gives it a longer leash."""
+    """The wrapper allows it more time."""
     rig = Rig(tmp_path / "x", every={"steps": 1})
     seen = []
 
@@ -142,7 +142,7 @@ def test_a_failed_save_is_tried_again_within_a_minute(tmp_path):
 
 
 def test_saves_are_left_out_while_the_sidecar_is_behind(tmp_path):
-    """Two wait for the upload: a third would only fill the disk. One taken makes room again."""
+    """Two wait for the upload: a third would only fill the disk. One upload makes space again."""
     rig = Rig(tmp_path / "x", every={"steps": 1})
 
     with rig.session() as session:
@@ -155,7 +155,7 @@ def test_saves_are_left_out_while_the_sidecar_is_behind(tmp_path):
 
 
 def test_what_a_killed_save_left_is_cleared_at_the_start(tmp_path):
-    """An empty folder is promised to the next one."""
+    """The next save gets an empty folder."""
     rig = Rig(tmp_path / "x", every={"steps": 1})
     left = rig.spool.checkpoints / f".saving-{name(1)}"
     left.mkdir(parents=True)
@@ -168,11 +168,11 @@ def test_what_a_killed_save_left_is_cleared_at_the_start(tmp_path):
     assert not (rig.spool.checkpoints / name(1) / "half").exists()
 
 
-# -- the same rank begun again inside one attempt, as an elastic launcher does ------------------------
+# -- the same rank restarted inside one attempt, as an elastic launcher does -----------------------------
 
 
 def restored_at(rig, folder, step):
-    """Say that the attempt began from a checkpoint of *step*."""
+    """Simulate that the attempt began from a checkpoint of *step*."""
     folder.mkdir()
     (folder / "agent.json").write_text(json.dumps({"step": step, "world_size": 1}), encoding="utf-8")
     start = json.loads(rig.spool.start.read_text())
@@ -180,7 +180,7 @@ def restored_at(rig, folder, step):
 
 
 def test_a_rank_begun_again_goes_on_from_the_newest_save_of_its_attempt(tmp_path):
-    """Whether the sidecar has taken it or not; not from what the attempt began with."""
+    """Whether the sidecar has uploaded it or not; not from the attempt's starting checkpoint."""
     rig = Rig(tmp_path / "x", every={"steps": 4})
     restored_at(rig, tmp_path / "before", 100)
     with rig.session() as session:
@@ -198,7 +198,7 @@ def test_a_rank_begun_again_goes_on_from_the_newest_save_of_its_attempt(tmp_path
 
 
 def test_a_rank_begun_again_takes_no_save_of_another_attempt_or_before_its_start(tmp_path):
-    """Those of other attempts may be void; an older one of this attempt was passed over."""
+    """Those of other attempts may be void, and step 50 is before the attempt's starting checkpoint."""
     rig = Rig(tmp_path / "x", every={"steps": 4})
     restored_at(rig, tmp_path / "before", 100)
     for other in ("g1-step-00000200-a1", "g2-step-00000200-a2", name(50), "g1-step-00000200-a2.part"):
@@ -212,7 +212,7 @@ def test_a_rank_begun_again_takes_no_save_of_another_attempt_or_before_its_start
 
 
 def test_a_save_that_lies_on_several_nodes_is_not_taken_from_one(tmp_path, monkeypatch):
-    """Neither where other nodes are, which would take another, nor of a time when there were some."""
+    """Neither with other nodes, which would use another one, nor from a time when there were some."""
     rig = Rig(tmp_path / "x", every={"steps": 4})
     restored_at(rig, tmp_path / "before", 100)
     folder = rig.spool.checkpoints / name(104)
@@ -232,7 +232,7 @@ def test_a_save_that_lies_on_several_nodes_is_not_taken_from_one(tmp_path, monke
 
 
 def test_a_save_that_writes_no_file_is_no_checkpoint(tmp_path, capsys):
-    """A folder inside the folder is none either; the training is told and goes on (C)."""
+    """A folder inside the folder does not count; the training gets a message and continues (C)."""
     rig = Rig(tmp_path / "x", every={"steps": 4})
 
     with rig.session() as session:

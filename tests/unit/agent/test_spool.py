@@ -1,4 +1,4 @@
-"""Unit tests of the spool folder: what is read is checked, what is written is whole."""
+"""Unit tests of the spool folder: reads are checked, writes are complete."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from envscaler_airflow.errors import ProtocolError
 
 
 def start(**body):
-    """A start.json."""
+    """Write a start.json."""
     return json.dumps({"schema": "1.0", **body}).encode()
 
 
 def test_reads_what_the_sidecar_lays_out():
-    """Known fields are taken, unknown ones are ignored."""
+    """Known fields are read, unknown ones are ignored."""
     got = parse_start(
         start(
             cwd="/w",
@@ -53,7 +53,7 @@ def test_an_empty_start_means_the_defaults():
 
 
 def test_a_failed_setup_is_said():
-    """The sidecar's reason is the message."""
+    """The message has the sidecar's reason."""
     with pytest.raises(SetupFailedError, match="no such input") as caught:
         parse_start(start(failed="no such input"))
     assert caught.value.reason == "setup-failed"
@@ -64,7 +64,7 @@ def test_a_failed_setup_is_said():
     [("stopped", "stopped"), ("orphaned", "orphaned"), ("succeeded", "setup-failed"), ([5], "setup-failed")],
 )
 def test_a_setup_that_was_not_to_be_is_told_from_a_failed_one(said, reason):
-    """Asked to go, or without its store; nothing else that lies there is believed."""
+    """Stopped or orphaned during setup; any other reason there counts as a failed setup."""
     with pytest.raises(SetupFailedError) as caught:
         parse_start(start(failed="asked to leave", reason=said))
     assert caught.value.reason == reason
@@ -85,13 +85,13 @@ def test_a_setup_that_was_not_to_be_is_told_from_a_failed_one(said, reason):
     ],
 )
 def test_nonsense_is_a_protocol_error(data):
-    """Whatever lies there, the wrapper says what is wrong with it."""
+    """For every invalid file the wrapper names the error."""
     with pytest.raises(ProtocolError, match=r"start\.json"):
         parse_start(data)
 
 
 def test_a_report_carries_progress_and_more():
-    """The session's file is a Progress with fields beside it."""
+    """The session's file is a Progress with additional fields."""
     report = parse_report(start(step=5, cooperates=True, saving=True, pid=9))
 
     assert report.progress.step == 5
@@ -106,7 +106,7 @@ def test_a_report_of_other_types_is_a_protocol_error(field):
 
 
 def test_a_watched_file_is_read_when_it_changed(tmp_path):
-    """Absent, new, the same, replaced, gone."""
+    """Absent, new, the same, replaced, deleted."""
     path = tmp_path / "x" / "f.json"
     watched = Watched(path)
 
@@ -121,7 +121,7 @@ def test_a_watched_file_is_read_when_it_changed(tmp_path):
 
 
 def test_a_file_that_took_the_inode_and_time_of_the_one_before_is_seen(tmp_path):
-    """Replaced within a tick of the kernel's clock, same size: the mark is the same, the bytes are not."""
+    """Replaced within a tick of the kernel's clock, same size: the mark is equal, the bytes are not."""
     path = tmp_path / "f"
     watched = Watched(path)
     path.write_bytes(b"one")
@@ -136,7 +136,7 @@ def test_a_file_that_took_the_inode_and_time_of_the_one_before_is_seen(tmp_path)
 
 
 def test_an_old_file_is_not_read_again(tmp_path, monkeypatch):
-    """Asking costs one ``stat``."""
+    """The check costs one ``stat``."""
     path = tmp_path / "f"
     path.write_bytes(b"one")
     os.utime(path, (1, 1))
@@ -149,7 +149,7 @@ def test_an_old_file_is_not_read_again(tmp_path, monkeypatch):
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
-    """The disk is full: what was said stays said."""
+    """The disk is full: the previous content stays."""
     path = tmp_path / "f.json"
     write_atomic(path, b"old")
 
@@ -174,7 +174,7 @@ def test_a_number_that_is_not_finite_cannot_be_written(tmp_path):
     [('{"sequence": 7, "taken": false}', 7), ("7", 7), ("{}", -1), ("{", -1), ('{"sequence": "x"}', -1)],
 )
 def test_the_sidecars_answer_is_read(tmp_path, text, sequence):
-    """Nonsense is no answer."""
+    """An invalid answer does not count."""
     path = tmp_path / "snapshot.done"
     path.write_text(text, encoding="utf-8")
 

@@ -1,10 +1,10 @@
-"""Unit tests of stall detection: steps at moments in, a verdict out."""
+"""Unit tests of stall detection: times of steps in, a verdict out."""
 
 from envscaler_agent.progress import StallWatch
 
 
 def stepping(watch, *, every_s, count, start=0.0, first=1):
-    """Let *count* steps happen and return the moment of the last."""
+    """Let *count* steps happen and return the time of the last."""
     now = start
     for number in range(count):
         now = start + number * every_s
@@ -31,7 +31,7 @@ def test_short_steps_have_the_least_leash():
 
 
 def test_never_before_the_first_step():
-    """Loading a model takes as long as it takes, also when a restored step number is known."""
+    """Loading a model may take any time, also when a restored step number is known."""
     watch = StallWatch(10, 300)
 
     watch.observe(0, step=None)
@@ -65,7 +65,7 @@ def test_evaluation_and_saving_get_a_longer_leash():
 
 
 def test_the_time_of_an_evaluation_is_no_step_time():
-    """A step that ends an evaluation of an hour does not make hours usual."""
+    """A step that ends an evaluation of an hour does not make the usual step an hour."""
     watch = StallWatch(10, 0)
     last = stepping(watch, every_s=1, count=5)
     watch.observe(last, step=5, phase="evaluation")

@@ -1,4 +1,4 @@
-"""CloudPricingHook: which connection, which identity, and what is said when there is none."""
+"""CloudPricingHook: which connection, which identity, and what it reports when there is none."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def connections(monkeypatch):
 
 
 class Feed:
-    """Gives one price, or fails."""
+    """A feed that returns one price, or fails."""
 
     cloud = "aws"
 
     def __init__(self, error=None):
-        """Take what to fail with."""
+        """Take the error to fail with."""
         self.error = error
 
     def fetch(self, region):
-        """One price of the region."""
+        """Return one price of the region."""
         if self.error is not None:
             raise self.error
         return Fetched("aws", region, (Quote("g5.xlarge", region, "", "on-demand", 1.006),), "AWS")
 
 
 def hook_on(feed, **given):
-    """A hook that asks *feed*."""
+    """Return a hook that queries *feed*."""
     hook = CloudPricingHook("aws", **given)
     hook.__dict__["_feed"] = feed
     return hook
@@ -64,13 +64,13 @@ def test_without_the_default_connection_the_machines_own_identity_asks(connectio
 
 
 def test_a_connection_that_was_named_must_exist(connections):
-    """It would ask as somebody else."""
+    """Without this check, the request would use another identity."""
     with pytest.raises(AirflowNotFoundException, match="aws_prices"):
         CloudPricingHook("aws", "aws_prices").get_conn()
 
 
 def test_a_cloud_that_needs_no_credentials_reads_no_connection(connections):
-    """Azure's retail prices are public: a connection that does not exist is not missed."""
+    """Azure's retail prices are public: a missing connection does not matter."""
     assert CloudPricingHook("azure", "absent").get_conn().cloud == "azure"
 
 
@@ -101,7 +101,7 @@ def test_keys_and_endpoint_of_the_connection_are_used(connections):
     ],
 )
 def test_a_connection_that_lets_nobody_in_is_told(connections, monkeypatch, extra, words):
-    """By its id, under *Test* too."""
+    """By its id, also under *Test*."""
     connections["team"] = Connection(conn_id="team", conn_type="aws", extra=json.dumps(extra))
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
 
@@ -112,7 +112,7 @@ def test_a_connection_that_lets_nobody_in_is_told(connections, monkeypatch, extr
 
 
 def test_gcp_without_any_key_says_what_to_give_it(connections, monkeypatch):
-    """Google's libraries are not asked for by this package."""
+    """This package does not depend on Google's libraries."""
 
     def missing(name):
         raise ImportError(name)
@@ -124,10 +124,10 @@ def test_gcp_without_any_key_says_what_to_give_it(connections, monkeypatch):
 
 
 class Google:
-    """google-auth and, when *has_provider*, the Google provider's hook; counts who was asked for a token."""
+    """google-auth and, when *has_provider*, the Google provider's hook; counts the requests for a token."""
 
     def __init__(self, monkeypatch, *, has_provider):
-        """Stand in for both."""
+        """Replace both."""
         self.asked = []
         self.token = None
         self.exceptions = SimpleNamespace(GoogleAuthError=RuntimeError)
@@ -171,7 +171,7 @@ BILLING = ["https://www.googleapis.com/auth/cloud-billing.readonly"]
 def test_google_credentials_are_the_providers_else_the_applications_default(
     connections, monkeypatch, extra, has_provider, asked
 ):
-    """Of a connection where there is one and the provider is installed (its reading of key files counts)."""
+    """From a connection if there is one and the provider is installed (the provider reads key files)."""
     google = Google(monkeypatch, has_provider=has_provider)
     if extra is not None:
         connections["google_cloud_default"] = Connection(
@@ -185,7 +185,7 @@ def test_google_credentials_are_the_providers_else_the_applications_default(
 
 
 def test_a_google_key_that_only_the_provider_reads_is_refused_without_it(connections, monkeypatch):
-    """Prices would be asked for as another identity."""
+    """Otherwise the request for prices would use another identity."""
     google = Google(monkeypatch, has_provider=False)
     extra = json.dumps({"keyfile_dict": '{"private_key": "canary"}'})
     connections["team"] = Connection(conn_id="team", conn_type="google_cloud_platform", extra=extra)
@@ -200,7 +200,7 @@ def test_a_google_key_that_only_the_provider_reads_is_refused_without_it(connect
 
 
 def test_an_api_key_of_the_connection_needs_nothing_installed(connections, monkeypatch):
-    """The Cloud Billing Catalog takes it as it is."""
+    """The Cloud Billing Catalog accepts it directly."""
     monkeypatch.setattr("envscaler_airflow.hooks.pricing.import_module", None)
     connections["team"] = Connection(
         conn_id="team", conn_type="google_cloud_platform", extra=json.dumps({"api_key": "k"})
@@ -226,7 +226,7 @@ def test_a_refresh_keeps_prices_and_tells_failures(tmp_path, monkeypatch):
 
 
 def test_one_region_without_a_list_is_refused(tmp_path):
-    """Its letters are no regions: books of them would fail quietly, and every plan would name them."""
+    """Its letters are not regions: price lists of them would fail silently and appear in every plan."""
     with pytest.raises(SpecError, match=r"write a list, such as \['us-east-1'\]"):
         hook_on(Feed(), cache=str(tmp_path)).refresh("us-east-1")
 
@@ -234,7 +234,7 @@ def test_one_region_without_a_list_is_refused(tmp_path):
 
 
 def test_the_test_of_a_connection_says_what_came():
-    """True and how many, or False and why."""
+    """True and the number of prices, or False and the reason."""
     refused = BackendError("AWS pricing in us-east-1: no", status=403)
 
     assert hook_on(Feed()).test_connection() == (True, "1 prices of aws us-east-1")

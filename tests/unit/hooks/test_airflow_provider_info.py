@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def classes_of(info):
-    """Every class path that the provider info names."""
+    """Return every class path that the provider info names."""
     return [
         *(item["hook-class-name"] for item in info["connection-types"]),
         *info["extra-links"],
@@ -45,7 +45,7 @@ def test_names_only_what_exists():
 
 
 def test_every_public_name_can_be_had():
-    """The lazy names lead somewhere, and an unknown one says so."""
+    """The lazy names resolve, and an unknown one raises an error that names it."""
     for name in envscaler_airflow.__all__:
         assert getattr(envscaler_airflow, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
@@ -65,7 +65,7 @@ def test_both_packages_read_their_version_from_one_place(folder):
 
 
 def test_the_connection_form_hides_nothing_that_is_used():
-    """The hook reads host, login, password and the two fields; none of them is hidden."""
+    """The hook reads host, login, password and the two fields; the form shows all of them."""
     form = envscaler_airflow.get_provider_info()["connection-types"][0]
 
     assert set(form["conn-fields"]) == {"region_name", "endpoint_url"}

@@ -19,7 +19,7 @@ HOOK = "airflow.providers.cncf.kubernetes.hooks.kubernetes"
 
 
 def kubeconfig(*servers):
-    """A kubeconfig with a context for each server, the first one current."""
+    """Write a kubeconfig with a context for each server; the first one is current."""
     return {
         "apiVersion": "v1",
         "kind": "Config",
@@ -44,7 +44,7 @@ def connect(monkeypatch):
 
 
 def way(backend):
-    """Server and token that calls of *backend* go with."""
+    """Return server and token that *backend* uses for its calls."""
     cluster = backend.cluster
     return cluster.host, cluster._credentials()["authorization"]
 
@@ -67,7 +67,7 @@ def test_a_connection_gives_client_namespace_and_settings(connect, monkeypatch):
 
 
 def test_two_connections_of_one_process_are_two_clusters(connect):
-    """The second one that is opened changes nothing of the first, nor of the package's default."""
+    """Opening the second one changes neither the first one nor the package's default."""
     default = Configuration.get_default_copy().host
     connect("one", kube_config=kubeconfig("https://one:6443"))
     connect("other", kube_config=kubeconfig("https://other:6443"), disable_verify_ssl=True)
@@ -91,7 +91,7 @@ def test_a_connection_names_a_file_and_a_context(connect, tmp_path):
 
 
 def test_a_connection_uses_the_identity_of_the_pod(connect, monkeypatch, tmp_path):
-    """In the cluster itself: the account's token, and the cluster's own certificate."""
+    """Inside the cluster: the account's token, and the cluster's own certificate."""
     for name in ("TOKEN", "CERT"):
         (tmp_path / name).write_text(f"pod-{name}")
         monkeypatch.setattr(incluster_config, f"SERVICE_{name}_FILENAME", str(tmp_path / name))
@@ -113,7 +113,7 @@ def test_a_connection_uses_the_identity_of_the_pod(connect, monkeypatch, tmp_pat
     ],
 )
 def test_a_connection_that_leads_nowhere_is_named(connect, extra, words):
-    """By its id, with the provider's own words."""
+    """By its id, with the provider's own message."""
     connect("team", **extra)
 
     with pytest.raises(SpecError, match=rf"team.*{words}"):
@@ -121,7 +121,7 @@ def test_a_connection_that_leads_nowhere_is_named(connect, extra, words):
 
 
 def test_without_a_connection_the_settings_count(monkeypatch):
-    """The kubeconfig is looked for only when a call is made."""
+    """The kubeconfig is read only when a call is made."""
     monkeypatch.setenv("AIRFLOW__ENVSCALER__KUBERNETES", '{"namespace": "batch"}')
 
     assert open_backend("kubernetes").namespace == "batch"
@@ -129,7 +129,7 @@ def test_without_a_connection_the_settings_count(monkeypatch):
 
 @pytest.mark.parametrize("text", ["[]", "namespace: x", '{"color": 1}'])
 def test_settings_that_cannot_be_used_are_named(monkeypatch, text):
-    """No JSON, no object, no such field."""
+    """Invalid JSON, JSON that is not an object, or an unknown field."""
     monkeypatch.setenv("AIRFLOW__ENVSCALER__KUBERNETES", text)
 
     with pytest.raises(SpecError, match="kubernetes"):
@@ -137,7 +137,7 @@ def test_settings_that_cannot_be_used_are_named(monkeypatch, text):
 
 
 def test_a_connection_without_the_provider_says_what_to_install(monkeypatch):
-    """The provider is not ours to require."""
+    """This package does not require the provider."""
     monkeypatch.setitem(sys.modules, HOOK, None)
 
     with pytest.raises(SpecError, match="apache-airflow-providers-cncf-kubernetes"):
@@ -145,7 +145,7 @@ def test_a_connection_without_the_provider_says_what_to_install(monkeypatch):
 
 
 def test_the_operator_hands_backend_and_connection_on():
-    """In one text, which triggers carry."""
+    """As one text, which triggers carry."""
     one = EnvStageOperator(task_id="a", spec="s.yaml", compute="kubernetes", kubernetes_conn_id="team")
     other = EnvStageOperator(task_id="b", spec="s.yaml")
 
@@ -154,7 +154,7 @@ def test_the_operator_hands_backend_and_connection_on():
 
 
 def test_default_args_name_the_cluster_of_all_stages():
-    """As for KubernetesPodOperator; a stage on this machine is left as it is."""
+    """As for KubernetesPodOperator; a stage on this machine stays unchanged."""
     with DAG("d", schedule=None, default_args={"kubernetes_conn_id": "team"}):
         one = EnvStageOperator(task_id="a", spec="s.yaml", compute="kubernetes")
         own = EnvStageOperator(task_id="b", spec="s.yaml", compute="kubernetes", kubernetes_conn_id="mine")

@@ -1,4 +1,4 @@
-"""Queries of scaling rules: what a server may answer, and what a check makes of it. No network."""
+"""Queries of scaling rules: the answers of a server, and what a check makes of them. No network."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ METRICS = (RULE.needed,)
 
 
 def answering(answer, url=URL, **more):
-    """A server that answers everything with *answer*, or does what it does."""
+    """A server that gives *answer* to every query, or calls it."""
     handle = answer if callable(answer) else lambda _request: answer
     return Prometheus(url, transport=httpx.MockTransport(handle), **more)
 
 
 def vector(*values):
-    """An answer of so many series."""
+    """Return an answer of this many series."""
     result = [{"metric": {}, "value": [0, value]} for value in values]
     return httpx.Response(200, json={"data": {"resultType": "vector", "result": result}})
 
 
 def away(request):
-    """Nobody listens."""
+    """Fail as when no server listens."""
     raise httpx.ConnectError("[Errno 111] Connection refused", request=request)
 
 
 def hanging(request):
-    """An answer that never comes."""
+    """Return an answer that never arrives."""
     raise httpx.ReadTimeout("timed out", request=request)
 
 
 class Drip(httpx.SyncByteStream):
-    """A byte at a time, a second each, by the clock that the test reads."""
+    """One byte per second, by the clock that the test reads."""
 
     def __init__(self):
         """Begin at 0."""
@@ -93,7 +93,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_answer_keeps_the_stage_and_says_whose_it_was(case):
-    """Query and server are named, its password is not, and the recorded check says so again."""
+    """Query and server are named without the password, and the recorded check repeats the reason."""
     answer, why = BAD[case]
     answers = ask_metrics(METRICS, answering(answer).known, at_s=10.0)
 
@@ -110,7 +110,7 @@ def test_what_is_no_answer_keeps_the_stage_and_says_whose_it_was(case):
 
 
 def test_an_answer_that_drips_is_given_up():
-    """Each byte comes in time; the whole does not."""
+    """Each byte arrives in time; the complete answer does not."""
     drip = Drip()
 
     with pytest.raises(BackendError, match="no whole answer within 5 s") as caught:
@@ -121,7 +121,7 @@ def test_an_answer_that_drips_is_given_up():
 
 
 def test_a_long_answer_is_not_read_to_its_end():
-    """It stops soon after the most that is read."""
+    """Reading stops soon after the size limit."""
     read = []
 
     class Endless(httpx.SyncByteStream):
@@ -159,12 +159,12 @@ def test_numbers_are_read_and_the_user_is_told_to_the_server_alone():
     ],
 )
 def test_a_url_is_shown_without_what_is_secret(url, text):
-    """Nor is one shown that cannot be read."""
+    """An invalid URL is not shown at all."""
     assert shown(url) == text
 
 
 def test_a_url_that_is_none_is_told_without_it():
-    """What follows the colon might be a password."""
+    """The text after the colon might be a password."""
     with pytest.raises(SpecError, match=r"\Aprometheus: this is no URL"):
         Prometheus("http://h:pw-12345").values("up")
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_sent_fails_the_query_and_shows_no_token(url, token):
 
 
 def test_numbers_beyond_all_sense_are_none():
-    """Their mean would be no float, and the check would end in an error."""
+    """Their mean would not be a float, and the check would end in an error."""
     answers = ask_metrics(METRICS, answering(vector("1.7e308", "1.7e308")).known, at_s=10.0)
 
     assert answers.samples == ()
@@ -192,7 +192,7 @@ def test_numbers_beyond_all_sense_are_none():
 
 
 def test_a_query_stands_over_what_nodes_report_under_the_name():
-    """Nodes at 10 % and the query at 95: a node more."""
+    """Nodes report 10 % and the query returns 95: one more node."""
     nodes = tuple(Sample(10.0, node, "gpu0_utilization_percent", 10.0) for node in range(2))
     answers = ask_metrics(METRICS, lambda _query: (95.0,), at_s=10.0)
 
@@ -202,7 +202,7 @@ def test_a_query_stands_over_what_nodes_report_under_the_name():
 
 
 def test_a_query_that_fails_now_leaves_nothing_to_what_it_answered_before():
-    """A number of a moment ago is none of now."""
+    """An earlier number does not count as a current one."""
     before = ask_metrics(METRICS, lambda _query: (95.0,), at_s=10.0)
     after = ask_metrics(METRICS, answering(away).known, at_s=20.0)
     seen = Observation(current=HERE, elapsed_s=20.0, samples=before.samples)
@@ -212,7 +212,7 @@ def test_a_query_that_fails_now_leaves_nothing_to_what_it_answered_before():
 
 
 def test_a_query_is_asked_once_and_a_server_that_is_away_is_not_waited_for_again():
-    """Two rules of one query, and one of another."""
+    """Two rules of one query, and one rule of another."""
     metrics = tuple(
         ThresholdRule("load", query=query, across=across).needed
         for query, across in [("a", "mean"), ("a", "max"), ("b", "mean")]
@@ -241,7 +241,7 @@ def test_a_query_is_asked_once_and_a_server_that_is_away_is_not_waited_for_again
 
 @pytest.fixture
 def made(monkeypatch):
-    """What the servers were made with that were asked."""
+    """Return the arguments of the servers that were queried."""
     found = []
 
     class Fake:
@@ -280,7 +280,7 @@ def test_the_setting_names_the_server_and_a_connection_goes_over_it(monkeypatch,
 
 
 def test_no_server_and_no_such_connection_fail_the_query_alone(monkeypatch):
-    """They are looked up at the first query, and say what to set."""
+    """They are looked up at the first query, and the message names what to set."""
     monkeypatch.delenv("AIRFLOW__ENVSCALER__PROMETHEUS_URL", raising=False)
     monkeypatch.setenv("AIRFLOW_CONN_EMPTY", '{"conn_type": "http"}')
 

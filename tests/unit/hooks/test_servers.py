@@ -1,4 +1,4 @@
-"""Connections of Airflow as addresses of HTTP servers, in every form that people write them."""
+"""Airflow connections as addresses of HTTP servers, in every form that users write."""
 
 import json
 
@@ -19,7 +19,7 @@ BEARER = {"Authorization": "Bearer pw-12345"}
 
 @pytest.fixture
 def server(monkeypatch):
-    """The server of a connection, given as a URI or as JSON."""
+    """Return the server of a connection, given as a URI or as JSON."""
 
     def read(value):
         text = value if isinstance(value, str) else json.dumps(value)
@@ -67,7 +67,7 @@ def server(monkeypatch):
     ],
 )
 def test_the_address_of_every_form(server, value, url):
-    """URI, JSON and form fields; port before path; TLS wherever one part asks for it (B6)."""
+    """URI, JSON and form fields; the port comes before the path; TLS where any part requests it (B6)."""
     assert server(value).url == url
 
 
@@ -111,7 +111,7 @@ def test_credentials_and_headers_of_every_form(server, value, auth, headers):
     ],
 )
 def test_verify_is_a_switch_in_every_form(server, value, verify):
-    """A URI holds text alone (B6)."""
+    """A URI contains only text (B6)."""
     assert server(value).verify == verify
 
 
@@ -127,7 +127,7 @@ def test_verify_is_a_switch_in_every_form(server, value, verify):
     ],
 )
 def test_what_is_no_server_says_what_to_write(server, value, words):
-    """And never the password (B6)."""
+    """The message never contains the password (B6)."""
     body = {**value, "login": "reader", "password": "pw-12345"}
 
     with pytest.raises(SpecError, match=words) as caught:
@@ -137,7 +137,7 @@ def test_what_is_no_server_says_what_to_write(server, value, words):
 
 
 def test_the_setting_may_leave_the_scheme_out():
-    """``prom:9090`` was asked for ever as a scheme named ``prom`` (B6)."""
+    """``prom:9090`` was parsed as a scheme named ``prom``, and the query never succeeded (B6)."""
     assert server_of_url("prom:9090/x/", "setting", WHAT).url == "http://prom:9090/x"
     assert server_of_url("https://u:p%40@prom", "setting", WHAT).auth == ("u", "p@")
     with pytest.raises(SpecError, match="setting: 'unix' is not http or https"):
@@ -145,7 +145,7 @@ def test_the_setting_may_leave_the_scheme_out():
 
 
 def test_headers_and_credentials_are_sent():
-    """What the connection says reaches the server (B6)."""
+    """Everything in the connection reaches the server (B6)."""
     asked = []
 
     def answer(request):
@@ -164,7 +164,7 @@ def test_headers_and_credentials_are_sent():
 
 
 def test_certificates_that_are_not_there_are_named(tmp_path):
-    """At the query, as what the connection says (B6)."""
+    """At the query, as an error of the connection (B6)."""
     client = Prometheus("https://prom", verify=str(tmp_path / "ca.pem"))
 
     with pytest.raises(SpecError, match=r"verify: .*ca\.pem cannot be read"):
@@ -172,7 +172,7 @@ def test_certificates_that_are_not_there_are_named(tmp_path):
 
 
 def test_a_store_s_options_in_a_uri_are_read_like_json(monkeypatch):
-    """``verify=false`` was the path of a file, ``config_kwargs={...}`` a text (B6)."""
+    """``verify=false`` was treated as a file path, ``config_kwargs={...}`` as a text (B6)."""
     monkeypatch.setenv(
         "AIRFLOW_CONN_STORE",
         "envscaler-store://?store_url=s3%3A%2F%2Fb%2Fruns&verify=false"
@@ -184,5 +184,5 @@ def test_a_store_s_options_in_a_uri_are_read_like_json(monkeypatch):
 
 @pytest.mark.parametrize("value", [True, None, "true", "TRUE", "", "1"])
 def test_verify_is_on_unless_it_is_off(value):
-    """An empty field of a form is none (B6)."""
+    """An empty field of a form does not switch it off (B6)."""
     assert verify_of(value) is True

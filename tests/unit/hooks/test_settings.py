@@ -1,4 +1,4 @@
-"""Where the store is, what secrets are worth, and what the checkpoint hook does. No network."""
+"""Where the store is, how secrets resolve, and what the checkpoint hook does. No network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONNECTION = """{
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    """A deployment's settings, a connection of ours and one of another type, and a JSON variable."""
+    """Settings of a deployment, a connection of our type and one of another type, and a JSON variable."""
     monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", "/from/setting")
     monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "unit")
     monkeypatch.setenv("AIRFLOW_CONN_STORE", CONNECTION)
@@ -50,7 +50,7 @@ def settings(monkeypatch):
 
 
 def test_the_operators_url_wins_then_the_connections_then_the_setting():
-    """One order, wherever a store is opened."""
+    """The same order applies wherever a store is opened."""
     assert store_place("/mine", "store").url == "/mine"
     assert store_place(None, "store").url == "s3://from-connection/runs"
     assert store_place().url == "/from/setting"
@@ -66,14 +66,14 @@ def test_the_operators_url_wins_then_the_connections_then_the_setting():
     ],
 )
 def test_the_forms_first_field_is_the_stores_url(monkeypatch, fields, url):
-    """Whole, as from the form, or in two parts, as from a connection's URI (F14)."""
+    """Complete, as from the form, or in two parts, as from a connection's URI (F14)."""
     monkeypatch.setenv("AIRFLOW_CONN_STORE", json.dumps({"conn_type": "envscaler_store", **fields}))
 
     assert store_place(None, "store").url == url
 
 
 def test_the_form_asks_for_the_url_first():
-    """Airflow shows ``host`` above all else; what no store has is hidden (F14)."""
+    """Airflow shows ``host`` first; fields without a meaning for a store are hidden (F14)."""
     (form,) = get_provider_info()["connection-types"]
     behaviour = form["ui-field-behaviour"]
 
@@ -83,7 +83,7 @@ def test_the_form_asks_for_the_url_first():
 
 
 def test_a_connection_gives_options_and_keeps_its_secrets_apart():
-    """Options stand in files of the machine; keys reach its sidecar alone and are not shown."""
+    """Options are in files of the machine; only its sidecar gets the keys, and they are not shown."""
     place = store_place(None, "store")
 
     assert place.options == {"region_name": "eu-west-1"}
@@ -112,14 +112,14 @@ def test_a_connection_gives_options_and_keeps_its_secrets_apart():
     ],
 )
 def test_what_a_machine_cannot_renew_is_no_login_of_it(monkeypatch, extra, login):
-    """A profile is a name; a role and a token end while the stage runs."""
+    """A profile is a name; a role and a token expire while the stage runs."""
     store_connection(monkeypatch, {"store_url": "s3://bucket/runs", **extra})
 
     assert store_place(None, "store").login == login
 
 
 def test_keys_for_a_store_that_takes_none_are_refused(monkeypatch):
-    """Nothing would use them, on either side."""
+    """Neither side would use them."""
     body = {"conn_type": "envscaler_store", "host": "gs://bucket/runs", "login": "a", "password": "b"}
     monkeypatch.setenv("AIRFLOW_CONN_STORE", json.dumps(body))
 
@@ -128,14 +128,14 @@ def test_keys_for_a_store_that_takes_none_are_refused(monkeypatch):
 
 
 def test_a_folder_needs_no_provider(monkeypatch):
-    """Options are for the buckets that a stage reads."""
+    """Options apply to the buckets that a stage reads."""
     monkeypatch.setitem(sys.modules, "airflow.providers.amazon.aws.hooks.base_aws", None)
 
     assert store_place("/mine", "store").options == {"region_name": "eu-west-1"}
 
 
 def test_without_the_amazon_provider_the_extra_is_named(monkeypatch):
-    """The message is the command to run."""
+    """The message contains the command to run."""
     monkeypatch.setitem(sys.modules, "airflow.providers.amazon.aws.hooks.base_aws", None)
 
     with pytest.raises(SpecError, match=r"pip install 'envscaler-airflow\[amazon\]'"):
@@ -152,7 +152,7 @@ def test_without_the_amazon_provider_the_extra_is_named(monkeypatch):
     ],
 )
 def test_credentials_that_are_not_given_now_end_no_stage_that_runs(monkeypatch, error, transient):
-    """An error of the store: whoever watches goes on; only a role that AWS refuses is no passing one."""
+    """It is an error of the store, and watchers continue; only a role that AWS refuses is permanent."""
 
     def refused(_):
         raise error
@@ -166,13 +166,13 @@ def test_credentials_that_are_not_given_now_end_no_stage_that_runs(monkeypatch, 
 
 
 def store_connection(monkeypatch, extra):
-    """Let connection ``store`` have that extra."""
+    """Set the extra of connection ``store``."""
     text = json.dumps({"conn_type": "envscaler_store", "extra": extra})
     monkeypatch.setenv("AIRFLOW_CONN_STORE", text)
 
 
 def test_an_option_that_is_false_is_an_option(monkeypatch):
-    """``verify``: false is for a server whose certificate nobody signed."""
+    """``verify`` is false for a server whose certificate no authority has signed."""
     store_connection(monkeypatch, {"store_url": "s3://bucket/runs", "verify": False, "endpoint_url": ""})
 
     assert store_place(None, "store").options == {"verify": False}
@@ -189,7 +189,7 @@ def test_an_option_that_is_false_is_an_option(monkeypatch):
     ],
 )
 def test_an_extra_that_cannot_be_used_is_told(monkeypatch, extra, words):
-    """Under *Test*, and before a stage begins, in words."""
+    """Under *Test*, and before a stage begins, with a clear message."""
     store_connection(monkeypatch, extra)
 
     is_good, said = CheckpointHook("store").test_connection()
@@ -199,7 +199,7 @@ def test_an_extra_that_cannot_be_used_is_told(monkeypatch, extra, words):
 
 
 def test_a_connection_of_another_type_is_refused():
-    """Its host is no store."""
+    """Its host is not a valid store."""
     with pytest.raises(SpecError, match="'wandb' is of type 'http', expected envscaler_store or aws"):
         store_place(None, "wandb")
 
@@ -216,7 +216,7 @@ def test_a_connection_of_another_type_is_refused():
     ],
 )
 def test_a_reference_becomes_its_value_and_is_masked(reference, value):
-    """From now on Airflow's logs hide it."""
+    """From now on Airflow masks it in its logs."""
     assert resolve_secret(reference) == value
     assert redact(f"it is {value}") == "it is ***"
 
@@ -232,13 +232,13 @@ def test_a_reference_becomes_its_value_and_is_masked(reference, value):
     ],
 )
 def test_a_reference_to_nothing_says_where_it_looked(reference, told):
-    """And never starts a training without it."""
+    """The training never starts without it."""
     with pytest.raises(SpecError, match=told):
         resolve_secret(reference)
 
 
 def test_an_extra_that_is_no_object_holds_no_field(monkeypatch):
-    """As another tool may have written it: the reference leads nowhere, in words."""
+    """Another tool may have written it: the reference is reported as unresolvable."""
     monkeypatch.setenv("AIRFLOW_CONN_WANDB", '{"conn_type": "http", "extra": ["k"]}')
 
     with pytest.raises(SpecError, match="connection:wandb/k: Airflow has no such connection, or that field"):
@@ -246,7 +246,7 @@ def test_an_extra_that_is_no_object_holds_no_field(monkeypatch):
 
 
 def test_what_is_no_reference_is_not_repeated():
-    """It may be the secret itself."""
+    """The text may be the secret itself."""
     with pytest.raises(SpecError) as caught:
         resolve_secret("hunter2-hunter2")
 
@@ -255,7 +255,7 @@ def test_what_is_no_reference_is_not_repeated():
 
 @pytest.fixture
 def hook(tmp_path, monkeypatch):
-    """A hook on a store with one run that has checkpoints at steps 10 and 20."""
+    """Return a hook on a store with one run that has checkpoints at steps 10 and 20."""
     url = f"file://{tmp_path}/store"
     monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", url)
     store = open_store(url)
@@ -270,7 +270,7 @@ def hook(tmp_path, monkeypatch):
 
 
 def save(run, tmp_path, step):
-    """A complete checkpoint of attempt 1."""
+    """Write a complete checkpoint of attempt 1."""
     folder = tmp_path / f"step-{step}"
     folder.mkdir()
     (folder / "weights.bin").write_bytes(bytes([step]) * step)
@@ -281,7 +281,7 @@ def save(run, tmp_path, step):
 
 
 def test_the_hook_lists_newest_first(hook):
-    """With what the training said of itself and a URI for restore_from."""
+    """With the facts that the training reported and a URI for restore_from."""
     found = hook.list_checkpoints(hook.key("dag", "run", "train"))
 
     assert [(item.step, item.size_bytes, item.attempt) for item in found] == [(20, 20, 1), (10, 10, 1)]
@@ -289,7 +289,7 @@ def test_the_hook_lists_newest_first(hook):
 
 
 def test_the_hook_finds_the_newest_good_one(hook):
-    """One whose bytes disagree with its manifest is passed over, and verify says why."""
+    """It skips one whose bytes disagree with its manifest, and verify names the reason."""
     key = hook.key("dag", "run", "train")
     name = "g1-step-00000020-a1"
     hook.get_conn().write(f"{key.prefix}/checkpoints/{name}/weights.bin", b"x" * 20)
@@ -300,14 +300,14 @@ def test_the_hook_finds_the_newest_good_one(hook):
 
 
 def test_the_hook_downloads_verified_files(hook, tmp_path):
-    """As they were saved."""
+    """With the same content as saved."""
     target = hook.download(hook.key("dag", "run", "train"), "g1-step-00000010-a1", tmp_path / "here")
 
     assert (target / "weights.bin").read_bytes() == bytes([10]) * 10
 
 
 def test_the_hook_deletes_but_not_the_newest_of_a_run_that_goes_on(hook):
-    """A training that has to resume would lose its work."""
+    """A training that resumes would lose its work."""
     key = hook.key("dag", "run", "train")
 
     hook.delete(key, "g1-step-00000010-a1")
@@ -320,7 +320,7 @@ def test_the_hook_deletes_but_not_the_newest_of_a_run_that_goes_on(hook):
 
 
 def test_the_hook_keeps_the_newest_good_one_below_a_damaged_one(hook):
-    """What a run that goes on would resume from is not the newest when that one lost a file."""
+    """A live run resumes from an older checkpoint when the newest one lost a file."""
     key = hook.key("dag", "run", "train")
     hook.get_conn().delete(f"{key.prefix}/checkpoints/g1-step-00000020-a1/weights.bin")
 
@@ -330,7 +330,7 @@ def test_the_hook_keeps_the_newest_good_one_below_a_damaged_one(hook):
 
 
 def test_the_hook_tests_its_connection(hook, tmp_path):
-    """True with the URL, or False with what is wrong; never an exception."""
+    """True with the URL, or False with the error; never an exception."""
     (tmp_path / "file").write_text("no folder")
 
     assert hook.test_connection()[0] is True

@@ -1,4 +1,4 @@
-"""The operator's arguments: what they may be, and what becomes of those edited while a stage runs."""
+"""The operator's arguments: valid values, and what happens when the user edits them while a stage runs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def world(tmp_path, monkeypatch):
     ],
 )
 def test_a_deadline_is_a_duration_or_a_point_in_time(given, seconds, point):
-    """A point without a zone is UTC, as Airflow's own."""
+    """A point in time without a zone is UTC, as in Airflow."""
     assert deadline_of(given) == (seconds, point)
 
 
 @pytest.mark.parametrize("again", ["resume", "retry"])
 def test_a_point_in_time_stays_where_it_is(world, monkeypatch, again):
-    """Every later slice, a retry's first one too, counts from the start of the generation."""
+    """Every later execution, also the first one of a retry, counts from the start of the generation."""
     seen = []
     real = Stage.since
     monkeypatch.setattr(
@@ -79,7 +79,7 @@ def test_a_point_in_time_stays_where_it_is(world, monkeypatch, again):
     ],
 )
 def test_a_word_that_is_not_known_is_told_and_nothing_begins(world, argument, words):
-    """Never retried; and a run that was to begin afresh does not go on instead."""
+    """Never retried, and a run that was meant to restart does not continue instead."""
     with pytest.raises(AirflowFailException, match=words):
         world.execute(world.operator(**argument), Ti())
 
@@ -88,7 +88,7 @@ def test_a_word_that_is_not_known_is_told_and_nothing_begins(world, argument, wo
 
 @pytest.mark.parametrize("given", ["tomorrow", timedelta(hours=4), 14400, ["4h"]])
 def test_a_deadline_that_is_neither_is_told(given):
-    """With both forms; whatever a template, a form or an upstream task made of it."""
+    """The message shows both forms, no matter which template, form or upstream task made the value."""
     with pytest.raises(SpecError, match="write '4h' or"):
         deadline_of(given)
 
@@ -109,7 +109,7 @@ def test_a_deadline_that_is_neither_is_told(given):
 def test_an_argument_edited_into_nonsense_ends_no_stage_that_runs(
     world, monkeypatch, capsys, argument, words
 ):
-    """It keeps what it was begun with, and its log says so; the DAG file counts from the next entry."""
+    """It keeps what it began with, and its log names the edit; the DAG file counts from the next entry."""
     seen = []
     real = Stage.since
     monkeypatch.setattr(Stage, "since", lambda self, at: seen.append(self) or real(self, at))
@@ -127,7 +127,7 @@ def test_an_argument_edited_into_nonsense_ends_no_stage_that_runs(
 
 
 def test_compute_and_store_edited_meanwhile_move_no_run(world, monkeypatch, capsys):
-    """Elsewhere nobody knows the run: its task would fail, or a second attempt begin, while it trains."""
+    """Another store does not know the run: its task would fail, or a second attempt would begin."""
     opened = []
     monkeypatch.setattr(execution, "open_backend", lambda name: opened.append(name) or world.backend)
     operator, ti = world.operator(compute="kubernetes", kubernetes_conn_id="eu"), Ti()
@@ -147,7 +147,7 @@ def test_compute_and_store_edited_meanwhile_move_no_run(world, monkeypatch, caps
 
 
 def test_a_stage_whose_file_nobody_edited_says_nothing_of_it(world, capsys):
-    """The usual case, after a trigger of this version and of one before."""
+    """The usual case, after a trigger of this version and after one of the version before."""
     operator, ti = world.operator(kubernetes_conn_id="eu"), Ti()
     deferral = world.execute(operator, ti)
     arguments = deferral.trigger.serialize()[1]
@@ -182,7 +182,7 @@ def test_a_stage_whose_file_nobody_edited_says_nothing_of_it(world, capsys):
     ],
 )
 def test_an_argument_of_another_type_is_told_and_nothing_begins(world, argument, words):
-    """As templates, forms and mapped values make them, ``None`` too: never retried, in words (E)."""
+    """As templates, forms and mapped values make them, also ``None``: never retried, with an error (E)."""
     operator = world.operator(**{"spec": "train.yaml", **argument})
 
     with pytest.raises(AirflowFailException, match=words):
@@ -193,7 +193,7 @@ def test_an_argument_of_another_type_is_told_and_nothing_begins(world, argument,
 
 @pytest.mark.parametrize("value", [None, "5", timedelta(seconds=5), 0, -1, float("nan"), float("inf"), True])
 def test_a_pause_that_is_none_is_told_and_kept_from_a_trigger(world, capsys, value):
-    """Its trigger would fail, while the training that nobody looks at runs, or look without a pause."""
+    """Its trigger would fail while the training runs unobserved, or check without a pause."""
     with pytest.raises(AirflowFailException, match=r"poll_interval: got .*, expected seconds above 0"):
         world.execute(world.operator(poll_interval=value))
     operator, ti = world.operator(), Ti()
@@ -207,7 +207,7 @@ def test_a_pause_that_is_none_is_told_and_kept_from_a_trigger(world, capsys, val
 
 
 def test_the_form_knows_parameters_of_the_registry(world, monkeypatch):
-    """What a spec extends is found where the operator finds it, also by a reference to the whole."""
+    """The form finds what a spec extends where the operator finds it, also by a whole-spec reference."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(world.dag_file.parent / "cache"))
     registry = SpecRegistry(lambda: world.store)
     registry.publish("team/base", "1.0.0", SPEC)
@@ -219,7 +219,7 @@ def test_the_form_knows_parameters_of_the_registry(world, monkeypatch):
 
 
 def test_a_quantity_without_a_unit_is_a_field_of_text(world):
-    """As the form and the schema of the others have it; a schedule with it is allowed."""
+    """As in the form and the schema of the other parameters; a schedule accepts it."""
     path = world.dag_file.parent / "train.yaml"
     path.write_text(SPEC.replace("{rate:", "{cores: {type: quantity, default: 4}, rate:"))
 
@@ -230,7 +230,7 @@ def test_a_quantity_without_a_unit_is_a_field_of_text(world):
 
 @pytest.mark.parametrize(("deadline", "times"), [(None, 1), ("", 1), ("4h", 0)])
 def test_strategy_deadline_without_a_deadline_is_told(world, capsys, deadline, times):
-    """Once, where the stage begins: nothing is kept, and an hour is worth nothing."""
+    """Once, where the stage begins: the policy has no deadline to meet, and an hour has no value."""
     operator, ti = world.operator(strategy="deadline", deadline=deadline), Ti()
     world.execute(operator, ti)
     world.deferral(lambda: world.resume(operator, ti))
@@ -245,7 +245,7 @@ def test_a_backend_of_another_type_is_told():
 
 
 def test_an_empty_checkpoint_to_begin_from_is_none(world):
-    """What an empty field of the trigger form renders to; a machine would look for it, and fail."""
+    """An empty field of the trigger form renders to an empty string; a machine would look for it and fail."""
     world.execute(world.operator(restore_from=""))
 
     assert "restore_from" not in world.log.load().begun
@@ -253,13 +253,13 @@ def test_an_empty_checkpoint_to_begin_from_is_none(world):
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "lots"])
 def test_money_that_makes_no_sense_is_refused(value):
-    """It would make every comparison lie."""
+    """It would make every comparison wrong."""
     with pytest.raises(SpecError, match="budget_usd"):
         argument_values.usd("budget_usd", value)
 
 
 def parsed(monkeypatch, tmp_path, text, *, task=None):
-    """What a scheduler, or a worker for *task*, makes of a DAG file: its import errors."""
+    """Parse a DAG file as a scheduler, or as a worker for *task*, and return the import errors."""
     from airflow.dag_processing.dagbag import DagBag
 
     (tmp_path / "train.yaml").write_text(SPEC)
@@ -317,7 +317,7 @@ def test_a_literal_that_can_only_be_wrong_fails_where_the_dag_file_is_parsed(
     ],
 )
 def test_what_was_meant_is_said_where_the_dag_file_is_parsed(monkeypatch, tmp_path, arguments, words):
-    """Airflow says "Invalid arguments" alone (F7)."""
+    """Airflow's own message is only "Invalid arguments" (F7)."""
     assert words in parsed(monkeypatch, tmp_path, f"EnvStageOperator(task_id='train', {arguments})")
 
 
@@ -337,7 +337,7 @@ def test_what_was_meant_is_said_where_the_dag_file_is_parsed(monkeypatch, tmp_pa
     ],
 )
 def test_a_sensor_that_never_runs_beside_its_stage_is_refused(monkeypatch, tmp_path, order, words):
-    """Before the stage it waited for ever, after it it checked nothing, both in silence (F7)."""
+    """Before its stage it waited for ever, after it it checked nothing, both without a message (F7)."""
     text = (
         "train = EnvStageOperator(task_id='train', spec='train.yaml')\n"
         "    other = EnvStageOperator(task_id='other', spec='train.yaml')\n"
@@ -352,7 +352,7 @@ def test_a_sensor_that_never_runs_beside_its_stage_is_refused(monkeypatch, tmp_p
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
 def test_a_spec_that_is_missing_fails_where_the_dag_file_is_parsed(monkeypatch, tmp_path):
-    """With the path that was looked at (F7)."""
+    """With the path where the parser looked (F7)."""
     found = parsed(monkeypatch, tmp_path, "EnvStageOperator(task_id='train', spec='trian.yaml')")
 
     assert f"spec: {tmp_path}/trian.yaml: no such file" in found
@@ -378,7 +378,7 @@ def test_a_spec_that_is_missing_fails_where_the_dag_file_is_parsed(monkeypatch, 
     ],
 )
 def test_a_sensor_of_no_stage_fails_where_the_dag_file_is_parsed(monkeypatch, tmp_path, text, words):
-    """Whatever the order in which the tasks are written (F7)."""
+    """The order of the tasks in the file does not matter (F7)."""
     stage = "EnvStageOperator(task_id='train', spec='train.yaml')"
 
     assert words in parsed(monkeypatch, tmp_path, f"{text}; {stage}")
@@ -386,7 +386,7 @@ def test_a_sensor_of_no_stage_fails_where_the_dag_file_is_parsed(monkeypatch, tm
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
 def test_templates_outputs_and_registry_are_left_to_the_run(monkeypatch, tmp_path):
-    """What only a run knows is not refused before."""
+    """Values that only a run knows are not refused earlier."""
     first = "a = EnvStageOperator(task_id='a', spec='registry://team/base@1', budget_usd='{{ 3 }}')"
     second = (
         "EnvStageOperator(task_id='b', spec='{{ params.x }}', deadline=a.output['d'], strategy='{{ 1 }}')"
@@ -398,14 +398,14 @@ def test_templates_outputs_and_registry_are_left_to_the_run(monkeypatch, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
 def test_a_worker_goes_on_with_a_dag_file_that_was_edited_into_nonsense(monkeypatch, tmp_path):
-    """A stage that trains keeps what its generation began with; the scheduler reports the fault."""
+    """A stage that trains keeps what its generation began with; the scheduler reports the error."""
     text = "EnvStageOperator(task_id='train', spec='gone.yaml', strategy='fast')"
 
     assert parsed(monkeypatch, tmp_path, text, task="train") == ""
 
 
 def test_a_deadline_that_is_over_is_refused_before_anything_begins(world):
-    """A generation that can only be late spends money for nothing (F7)."""
+    """A generation that can only be late would spend money for nothing (F7)."""
     deadline = datetime.now(UTC) - timedelta(minutes=1)
 
     with pytest.raises(AirflowFailException, match=r"deadline: .* is over \(it is .*'4h'"):
@@ -415,7 +415,7 @@ def test_a_deadline_that_is_over_is_refused_before_anything_begins(world):
 
 
 def test_a_retry_after_the_deadline_goes_on(world, monkeypatch):
-    """The generation began in time: what runs is not given up (F7)."""
+    """The generation began in time: the owner does not abandon the running attempt (F7)."""
     deadline = datetime.now(UTC) + timedelta(hours=1)
     world.execute(world.operator(deadline=deadline), Ti(1))
     monkeypatch.setattr(Stage, "check_deadline", _refuse)
@@ -430,7 +430,7 @@ def _refuse(*_):
 
 
 def test_a_deadline_without_a_zone_is_in_airflows_own(world, monkeypatch, capsys):
-    """``[core] default_timezone`` holds, and the log says so (F7)."""
+    """``[core] default_timezone`` applies, and the log names it (F7)."""
     from airflow.sdk._shared.timezones import timezone
 
     timezone.initialize("Europe/Berlin")

@@ -1,4 +1,4 @@
-"""The operator's slices against a scripted backend: no Airflow services, no process, no sleep."""
+"""Executions of the operator against a scripted backend: no Airflow services, no process, no sleep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def world(tmp_path, monkeypatch):
 
 
 def test_nothing_is_read_while_the_dag_file_is_parsed():
-    """No spec, no store: a DAG file with an operator costs its arguments."""
+    """No spec, no store: parsing a DAG file with an operator only checks its arguments."""
     operator = EnvStageOperator(task_id="train", spec="no/such/file.yaml", deadline="nonsense")
 
     assert operator.retries == 3
@@ -46,7 +46,7 @@ def test_nothing_is_read_while_the_dag_file_is_parsed():
 
 
 def test_the_log_says_where_the_attempt_runs(world, capsys):
-    """Machine, price and the name to look for there; on a cluster with its namespace."""
+    """Machine, price and the name to search for there; on a cluster also its namespace."""
     world.execute(world.operator())
 
     log = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_the_log_says_where_the_attempt_runs(world, capsys):
 
 
 def test_a_stage_on_a_cluster_runs_in_an_image_that_has_its_packages(world, tmp_path):
-    """Named by the deployment's repository; refused before anything is asked of the cluster without one."""
+    """Named by the deployment's repository; without one, refused before any request to the cluster."""
     (tmp_path / "requirements.txt").write_text("numpy==2.1.0\n")
     (tmp_path / "train.yaml").write_text(
         SPEC + "runtimes: [{type: python, requirements: requirements.txt}]\n"
@@ -76,7 +76,7 @@ def test_a_stage_on_a_cluster_runs_in_an_image_that_has_its_packages(world, tmp_
 
 
 def test_has_fewer_than_fifteen_arguments_of_its_own():
-    """What is BaseOperator's is not counted."""
+    """Arguments of BaseOperator are not counted."""
     import inspect
 
     names = set(inspect.signature(EnvStageOperator.__init__.__wrapped__).parameters)
@@ -85,7 +85,7 @@ def test_has_fewer_than_fifteen_arguments_of_its_own():
 
 
 def test_execute_starts_an_attempt_and_defers(world):
-    """The trigger is told what to watch and who owns it."""
+    """The trigger gets what to watch and who owns it."""
     deferral = world.execute(world.operator())
 
     path, arguments = deferral.trigger.serialize()
@@ -112,7 +112,7 @@ def test_success_pushes_each_output_and_returns_the_report(world):
 
 
 def test_failure_is_never_retried_and_tells_the_last_lines(world):
-    """Airflow's retries are for crashes of Airflow; the run's own retries are over."""
+    """Airflow's retries are for crashes of Airflow; the run has used up its own retries."""
     operator, ti = world.operator(), Ti()
     world.execute(operator, ti)
     world.end(reason="failed", exit_code=3, lines=["no such file: data.csv"])
@@ -124,7 +124,7 @@ def test_failure_is_never_retried_and_tells_the_last_lines(world):
 
 
 def test_an_error_of_the_store_is_retried_by_airflow(world, monkeypatch):
-    """The next try finds the run again; training goes on meanwhile."""
+    """The next try finds the run again; training continues meanwhile."""
     operator, ti = world.operator(), Ti()
     world.execute(operator, ti)
     monkeypatch.setattr(EventLog, "load", lambda _self: (_ for _ in ()).throw(StoreError("503")))
@@ -136,7 +136,7 @@ def test_an_error_of_the_store_is_retried_by_airflow(world, monkeypatch):
 
 
 def test_a_slice_of_an_old_try_does_nothing(world):
-    """A new try owns the run: the old one ends without a retry, and touches nothing."""
+    """A new try owns the run: the old one ends without a retry, and changes nothing."""
     operator, old = world.operator(), Ti(1)
     world.execute(operator, old)
     world.execute(operator, Ti(2))
@@ -160,7 +160,7 @@ def test_a_changed_spec_file_does_not_disturb_a_resumed_slice(world):
 
 
 def test_the_log_of_the_ended_attempt_is_shown_to_its_end(world, capsys):
-    """What came after the trigger's last look is in the slice's log, once."""
+    """Output after the trigger's last check is in the execution's log, once."""
     operator, ti = world.operator(), Ti()
     world.execute(operator, ti)
     world.store.write(f"{PREFIX}/{log_name(1, 1, 0, 1)}", b"step 1\nstep 2\n")
@@ -173,7 +173,7 @@ def test_the_log_of_the_ended_attempt_is_shown_to_its_end(world, capsys):
 
 
 def test_on_kill_stops_nothing(world):
-    """A SIGTERM does not say who sent it."""
+    """A SIGTERM does not name its sender."""
     operator = world.operator()
     world.execute(operator)
 
@@ -184,7 +184,7 @@ def test_on_kill_stops_nothing(world):
 
 
 def test_execution_timeout_covers_deferred_time(world):
-    """What is left of it is the deferral's timeout; when it is over the attempt is asked to go."""
+    """The rest of it is the deferral's timeout; when it expires the owner asks the attempt to stop."""
     operator, ti = world.operator(execution_timeout=timedelta(seconds=100)), Ti()
     ti.start_date -= timedelta(seconds=40)
     deferral = world.execute(operator, ti)
@@ -198,7 +198,7 @@ def test_execution_timeout_covers_deferred_time(world):
 
 
 def test_a_failed_trigger_is_replaced_three_times(world):
-    """A triggerer upgrade must not end a training; one that never works must not loop for ever."""
+    """A triggerer upgrade must not end a training; a trigger that never works must not loop for ever."""
     operator, ti = world.operator(), Ti()
     world.execute(operator, ti)
     failure = {"error": TriggerFailureReason.TRIGGER_FAILURE, "traceback": ["Boom\n"]}
@@ -214,7 +214,7 @@ def test_a_failed_trigger_is_replaced_three_times(world):
 
 
 def test_parameters_come_from_the_form_and_then_from_the_operator(world):
-    """Only names that the spec knows are taken from DAG params."""
+    """DAG params count only if the spec knows their names."""
     world.params = {"rate": 0.5, "other": 1, "note": None}
 
     world.execute(world.operator(parameters={"note": "mine"}))
@@ -246,7 +246,7 @@ def test_what_airflow_masks_is_refused_in_any_field(world, field):
     ],
 )
 def test_a_checkpoint_to_begin_from_holds_no_secret(world, uri, words):
-    """It stands in the run's events and in what its machines read."""
+    """Its URI is in the run's events and in what its machines read."""
     mask_secret("hunter2-hunter2")
 
     with pytest.raises(AirflowFailException, match=words) as caught:
@@ -282,7 +282,7 @@ def test_a_secret_that_the_stage_reads_by_reference_is_refused_in_the_form(world
 
 
 def test_a_reference_to_what_is_no_secret_hides_nothing_of_the_spec(world, monkeypatch):
-    """``REGION`` may stand in the spec, too (B5)."""
+    """``REGION`` may also appear in the spec (B5)."""
     monkeypatch.setenv("UNIT_REGION", "train")
     text = SPEC.replace("env: [", "env: [{name: REGION, value_from: 'env:UNIT_REGION'}, ")
     (world.dag_file.parent / "train.yaml").write_text(text)
@@ -309,7 +309,7 @@ def test_an_input_that_is_no_uri_is_refused(world):
 
 
 def test_an_input_that_is_gone_ends_no_stage_that_runs(world):
-    """Its upstream was cleared meanwhile: what runs goes by what was frozen."""
+    """Its upstream was cleared meanwhile: the running stage uses its frozen inputs."""
     (world.dag_file.parent / "train.yaml").write_text(SPEC + "inputs: [data]\n")
     operator, ti = world.operator(inputs={"data": "file:///tmp"}), Ti()
     world.execute(operator, ti)
@@ -319,7 +319,7 @@ def test_an_input_that_is_gone_ends_no_stage_that_runs(world):
 
 
 def test_a_spec_that_is_wrong_is_never_retried(world):
-    """Nor is anything begun."""
+    """And nothing begins."""
     (world.dag_file.parent / "train.yaml").write_text(SPEC + "nonsense: 1\n")
 
     with pytest.raises(AirflowFailException, match="nonsense"):
@@ -329,7 +329,7 @@ def test_a_spec_that_is_wrong_is_never_retried(world):
 
 
 def test_a_missing_store_is_named(world, monkeypatch):
-    """The message says what to set."""
+    """The message names the setting."""
     monkeypatch.delenv("AIRFLOW__ENVSCALER__STORE_URL")
 
     with pytest.raises(AirflowFailException, match="AIRFLOW__ENVSCALER__STORE_URL"):
@@ -337,7 +337,7 @@ def test_a_missing_store_is_named(world, monkeypatch):
 
 
 def test_restart_by_the_form_begins_a_generation_at_a_clear(world):
-    """DAG param ``restart`` is ``fresh``: not the last checkpoint but the start."""
+    """The DAG param ``restart`` is ``fresh``: the run begins from the start, not from the last checkpoint."""
     world.execute(world.operator(), Ti(1, max_tries=3))
     world.params = {"restart": "fresh"}
 
@@ -347,7 +347,7 @@ def test_restart_by_the_form_begins_a_generation_at_a_clear(world):
 
 
 def test_a_parameter_named_restart_is_the_specs_own(world):
-    """What the training calls so begins no generation: its checkpoints would be passed over."""
+    """A training's own parameter of that name begins no generation, which would skip its checkpoints."""
     path = world.dag_file.parent / "train.yaml"
     path.write_text(SPEC.replace("{rate:", "{restart: {type: string, default: fresh}, rate:"))
     world.params = {"restart": "fresh"}
@@ -361,14 +361,14 @@ def test_a_parameter_named_restart_is_the_specs_own(world):
 
 
 def test_a_spec_is_relative_to_the_dag_file():
-    """A registry reference and an absolute path stay as they are."""
+    """A registry reference and an absolute path stay unchanged."""
     assert spec_path("envs/a.yaml", "/dags/one/dag.py") == "/dags/one/envs/a.yaml"
     assert spec_path("/envs/a.yaml", "/dags/one/dag.py") == "/envs/a.yaml"
     assert spec_path("registry://team/a@1", "/dags/one/dag.py") == "registry://team/a@1"
 
 
 def test_the_link_leads_to_the_runs_folder(world):
-    """To the console for S3, to the folder itself otherwise; to nothing before it is known."""
+    """To the console for S3, otherwise to the folder itself; no link before it is known."""
     operator = world.operator()
     link = RunStoreLink()
     assert link.get_link(operator, ti_key=None) == ""
@@ -382,7 +382,7 @@ def test_the_link_leads_to_the_runs_folder(world):
 
 
 def test_the_first_run_of_all_makes_the_stores_folder(world, tmp_path):
-    """Nothing was written yet: that is how a store in a folder begins (F3)."""
+    """Nothing exists yet: a store in a folder begins this way (F3)."""
     shutil.rmtree(tmp_path / "store")
 
     world.execute(world.operator())
@@ -391,16 +391,16 @@ def test_the_first_run_of_all_makes_the_stores_folder(world, tmp_path):
 
 
 class TestRenderedTemplates:
-    """*Rendered Templates* shows the parameters that a run is made with (F14)."""
+    """*Rendered Templates* shows the parameters that a run starts with (F14)."""
 
     def rendered(self, world, **arguments):
-        """The field after Airflow has rendered it, before the first execution."""
+        """Return the field after Airflow has rendered it, before the first execution."""
         operator = world.operator(**arguments)
         operator.render_template_fields(world.context(operator, Ti()) | {"note": "by hand"})
         return operator.parameters
 
     def test_defaults_the_form_and_the_operators_own_are_one_mapping(self, world):
-        """The spec's default, over it what was typed into the form, over that the operator's own."""
+        """The operator's own value overrides the form's, which overrides the spec's default."""
         world.params = {"rate": 0.5, "other": 1}
 
         assert self.rendered(world) == {"rate": 0.5, "note": ""}
@@ -408,7 +408,7 @@ class TestRenderedTemplates:
         assert self.rendered(world, parameters={"rate": 0.7})["rate"] == 0.7
 
     def test_what_cannot_be_known_stays_as_it_was_given(self, world):
-        """A missing spec is refused by the execution, which says why."""
+        """A missing spec is refused by the execution, which names the reason."""
         assert self.rendered(world, spec="absent.yaml", parameters={"rate": 1}) == {"rate": 1}
         assert self.rendered(world, spec="absent.yaml") is None
 

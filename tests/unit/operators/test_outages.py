@@ -1,4 +1,4 @@
-"""A store or machines that do not answer for a while: the stage waits, and keeps its retries."""
+"""A store or machines that do not answer for a while: the stage waits and keeps its retries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world(tmp_path, monkeypatch):
 
 @pytest.fixture
 def faulty(world, monkeypatch):
-    """The same store, as the operator opens it from now on; takes faults."""
+    """Wrap the store so that the operator sees injected faults."""
     store = FaultyStore(world.store)
     place = type("Place", (), {"open": lambda _: store, "deployment": lambda *_: "unit", "options": {}})
     monkeypatch.setattr(execution, "store_place", lambda *_: place())
@@ -35,24 +35,24 @@ def faulty(world, monkeypatch):
 
 
 def seen(deferral, *, kind="status", watched_s=30.0):
-    """The event of the trigger that *deferral* made."""
+    """Return the event of the trigger that *deferral* made."""
     _, arguments = deferral.trigger.serialize()
     watched = {"prefix": arguments["prefix"], "watching": arguments["watching"], "watched_s": watched_s}
     return {"kind": kind, "watched": watched}
 
 
 def resume(world, operator, event):
-    """A later execution; returns its deferral."""
+    """Play a later execution and return its deferral."""
     return world.deferral(lambda: operator.resume(world.context(operator, Ti()), event))
 
 
 def watching_of(deferral):
-    """What the trigger of *deferral* watches."""
+    """Return what the trigger of *deferral* watches."""
     return Watching.from_dict(deferral.trigger.serialize()[1]["watching"])
 
 
 def test_a_store_that_does_not_answer_postpones_the_execution(world, faulty, capsys):
-    """Ten times in a row: deferred and said each time, after 15 s at first and 10 min at last (A7)."""
+    """Ten times in a row: deferred and logged each time, after 15 s at first and 10 min at last (A7)."""
     operator = world.operator()
     deferral, pauses = world.execute(operator), []
     faulty.add("refuse", "read", "*/events/*", times=None)
@@ -69,7 +69,7 @@ def test_a_store_that_does_not_answer_postpones_the_execution(world, faulty, cap
 
 
 def test_machines_that_do_not_answer_postpone_it_too(world):
-    """The kill of an attempt that did not go in time is lost on the way; it is asked for again (A7)."""
+    """The kill of an attempt that did not stop in time gets no answer; the next execution repeats it (A7)."""
     operator = world.operator()
     deferral = world.execute(operator)
     world.backend.fail_next("submit", AWAY)
@@ -85,7 +85,7 @@ def test_machines_that_do_not_answer_postpone_it_too(world):
 
 
 def test_the_first_execution_is_postponed_once_its_attempt_was_begun(world):
-    """The machines were asked for, and whether they came is not known (A7)."""
+    """The machines were requested, and it is unknown whether they started (A7)."""
     world.backend.fail_next("submit", AWAY, after=True)
 
     deferral = world.execute(world.operator())
@@ -98,7 +98,7 @@ def test_the_first_execution_is_postponed_once_its_attempt_was_begun(world):
 
 
 def test_an_execute_that_cannot_read_its_store_is_retried_by_airflow(world, faulty):
-    """Nobody knows whether an attempt was begun (A7)."""
+    """It is unknown whether an attempt was begun (A7)."""
     faulty.add("refuse", "read", "*/events/*", times=None)
     operator = world.operator()
 
@@ -109,7 +109,7 @@ def test_an_execute_that_cannot_read_its_store_is_retried_by_airflow(world, faul
 
 
 def test_what_the_machines_refuse_for_good_is_not_postponed(world):
-    """A right that was taken away does not come back by waiting (A7)."""
+    """Waiting does not restore a permission that was revoked (A7)."""
     operator = world.operator()
     deferral = world.execute(operator)
     world.backend.lose(world.handle)
@@ -136,7 +136,7 @@ def test_after_half_an_hour_beyond_the_lease_airflow_retries(world, faulty):
 
 
 def test_no_pause_is_shorter_than_airflow_stands(world, faulty, monkeypatch):
-    """A deployment whose workers say every minute that they live (A7)."""
+    """A deployment's workers may report only once a minute (A7)."""
     monkeypatch.setattr(execution, "settle_s", lambda: 62.0)
     operator = world.operator()
     deferral = world.execute(operator)
@@ -147,7 +147,7 @@ def test_no_pause_is_shorter_than_airflow_stands(world, faulty, monkeypatch):
 
 
 def test_an_answer_ends_the_count(world, faulty):
-    """The next fault is a first one (A7)."""
+    """The next fault counts as a first one (A7)."""
     operator = world.operator()
     deferral = world.execute(operator)
     faulty.add("refuse", "read", "*/events/*", times=1)
@@ -158,7 +158,7 @@ def test_an_answer_ends_the_count(world, faulty):
 
 
 def watch_of(world, watching, clock):
-    """What a trigger watches with."""
+    """Return what a trigger watches with."""
     return Watch(
         store=world.store,
         prefix=PREFIX,
@@ -169,7 +169,7 @@ def watch_of(world, watching, clock):
 
 
 def test_a_postponed_execution_is_woken_after_its_pause_and_hears_a_newer_owner_before(world):
-    """The attempt ended long ago: said after 15 s. Another try takes over: said at once (A7)."""
+    """An attempt that ended long ago is reported after 15 s, a takeover by another try at once (A7)."""
     operator, clock = world.operator(), ManualClock()
     known = watching_of(world.execute(operator))
     watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
@@ -186,7 +186,7 @@ def test_a_postponed_execution_is_woken_after_its_pause_and_hears_a_newer_owner_
 
 
 def test_a_request_that_came_in_a_pause_is_not_lost(world):
-    """It is told once the pause is over (A7)."""
+    """The trigger reports it once the pause is over (A7)."""
     clock = ManualClock()
     known = watching_of(world.execute(world.operator()))
     watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
@@ -199,7 +199,7 @@ def test_a_request_that_came_in_a_pause_is_not_lost(world):
 
 
 def test_a_pause_that_ends_without_news_wakes_the_owner_all_the_same(world):
-    """What it was woken for may have passed, and what it did was cut off (A7)."""
+    """The reason for the wake may be gone, and the owner's reaction was interrupted (A7)."""
     clock = ManualClock()
     known = watching_of(world.execute(world.operator()))
     watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
@@ -209,7 +209,7 @@ def test_a_pause_that_ends_without_news_wakes_the_owner_all_the_same(world):
 
 
 def test_a_store_that_refuses_may_let_in_again_and_machines_that_refuse_do_not():
-    """Credentials expire over a weekend; a right that was taken is somebody's decision (A7)."""
+    """Credentials expire over a weekend; revoking a permission is a decision of an administrator (A7)."""
     assert is_passing(StoreError("AccessDenied", status=403))
     assert is_passing(AWAY)
     assert not is_passing(REFUSED)

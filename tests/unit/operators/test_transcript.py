@@ -1,4 +1,4 @@
-"""What the task's log in Airflow shows of a run, over deferrals, moves and hosts."""
+"""What a run's task log in Airflow shows, over deferrals, moves and hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TaskLogView:
     """A run and the files of its task's log: executions append to theirs, a deferral drops the trigger's."""
 
     def __init__(self, tmp_path):
-        """One attempt that has started."""
+        """Start one attempt."""
         self.store = open_store(f"file://{tmp_path}/store")
         check_store(self.store)
         self.events = EventLog(self.store, PREFIX)
@@ -31,12 +31,12 @@ class TaskLogView:
         self.start(1)
 
     def append(self, kind, **body):
-        """One event of generation 1."""
+        """Append one event of generation 1."""
         self.events.append(self.number, kind, body)
         self.number += 1
 
     def start(self, attempt, nodes=1):
-        """An attempt that runs."""
+        """Start an attempt that runs."""
         allocation = Allocation(cpu_offer(1), nodes).to_dict()
         self.attempt, self.nodes, self.chunk = attempt, nodes, 0
         of = {"generation": 1, "attempt": attempt}
@@ -46,13 +46,13 @@ class TaskLogView:
         self.append("attempt-started", handle={"backend": "scripted", "name": f"a{attempt}"}, **of)
 
     def print(self, *lines, node=0):
-        """The training prints *lines*, in a chunk of their own."""
+        """Let the training print *lines*, in a chunk of their own."""
         self.chunk += 1
         text = "".join(f"{line}\n" for line in lines)
         self.store.write(f"{PREFIX}/{log_name(1, self.attempt, node, self.chunk)}", text.encode())
 
     def look(self):
-        """The trigger looks once."""
+        """Let the trigger check once."""
         tail = Tail(
             self.store,
             PREFIX,
@@ -65,13 +65,13 @@ class TaskLogView:
             self.trigger += labelled(shown, nodes=self.nodes)
 
     def execute(self, *, goes_on):
-        """An execution writes its log; Airflow drops the trigger's when the next one begins."""
+        """Let an execution write its log; Airflow drops the trigger's when the next one begins."""
         execution.Transcript(self.store, PREFIX, self.execution.append).write(goes_on=goes_on)
         if goes_on:
             self.trigger = []
 
     def steps(self):
-        """Lines of the training, as the UI shows them once the task has ended."""
+        """Return the training's lines, as the UI shows them once the task has ended."""
         return [line for line in self.execution + self.trigger if "step" in line]
 
 
@@ -89,7 +89,7 @@ def test_each_line_is_there_once_after_five_deferrals_and_a_move(view):
     for deferral in range(5):
         view.print(f"step {step}", f"step {step + 1}")
         view.look()
-        view.print(f"step {step + 2}")  # after the trigger's last look
+        view.print(f"step {step + 2}")  # after the trigger's last check
         step += 3
         if deferral == 2:
             view.append("attempt-ended", generation=1, attempt=1, outcome="left", usage=[])
@@ -100,7 +100,7 @@ def test_each_line_is_there_once_after_five_deferrals_and_a_move(view):
 
 
 def test_what_an_attempt_printed_comes_before_its_end(view):
-    """And before the attempt that follows (F1)."""
+    """Also before the attempt that follows (F1)."""
     view.execute(goes_on=True)
     view.print("step 1")
     view.append("attempt-ended", generation=1, attempt=1, outcome="lost", usage=[], detail="gone")
@@ -120,7 +120,7 @@ def test_what_an_attempt_printed_comes_before_its_end(view):
 
 
 def test_the_last_execution_writes_all_where_the_ui_reads_no_trigger_any_more(view, monkeypatch):
-    """Another executor than the local one: a line that stands twice is better than one that is lost (F1)."""
+    """An executor other than the local one: a repeated line is better than a lost one (F1)."""
     monkeypatch.setenv("AIRFLOW__CORE__EXECUTOR", "CeleryExecutor")
     view.execute(goes_on=True)
     view.print("step 1")
@@ -132,7 +132,7 @@ def test_the_last_execution_writes_all_where_the_ui_reads_no_trigger_any_more(vi
 
 
 def test_a_new_triggerer_goes_on_where_the_one_before_stopped(view):
-    """Its log is another file, which does not replace the first (F1)."""
+    """Its log is another file, which does not replace the first one (F1)."""
     view.execute(goes_on=True)
     view.print("step 1")
     view.look()
@@ -143,7 +143,7 @@ def test_a_new_triggerer_goes_on_where_the_one_before_stopped(view):
 
 
 def test_more_than_one_execution_writes_is_named(view, monkeypatch):
-    """A flood of output between two executions is cut where it begins, and the log says so (F1)."""
+    """A flood of output between two executions is cut at its beginning, and the log reports the cut (F1)."""
     monkeypatch.setattr(execution, "CHUNKS", 2)
     view.execute(goes_on=True)
     for step in range(1, 6):
@@ -160,7 +160,7 @@ def test_more_than_one_execution_writes_is_named(view, monkeypatch):
 
 
 def test_a_store_that_cannot_be_read_is_one_line_and_nothing_is_lost(view, monkeypatch):
-    """The next execution goes on from there (F1)."""
+    """The next execution continues from there (F1)."""
     view.execute(goes_on=True)
     view.print("step 1")
     del view.execution[:]
@@ -210,7 +210,7 @@ def test_the_end_says_what_it_cost(view):
     ],
 )
 def test_a_position_that_cannot_be_read_begins_anew(view, text):
-    """Lines that stand twice cost nothing; a stage that fails for its log does (F1)."""
+    """Repeated lines do no harm; a stage that fails because of its log does (F1)."""
     view.store.write(f"{PREFIX}/lease/log.json", text)
 
     assert read_task_log(view.store, PREFIX) == TaskLog()

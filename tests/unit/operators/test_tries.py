@@ -1,4 +1,4 @@
-"""Which try of a stage's task acts: retries, clears, DAG runs that were deleted, tries that wake late."""
+"""Which try of a stage's task acts: retries, clears, deleted DAG runs, tries that resume late."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def world(tmp_path, monkeypatch):
 
 
 def types(world):
-    """What was written."""
+    """Return the types of the written events."""
     return [event.type for event in world.log.read()]
 
 
 def cancel(world):
-    """`envscaler cancel`."""
+    """Do what `envscaler cancel` does."""
     request_stop(world.store, PREFIX, reason="cancelled", by="me")
 
 
 def leave(world):
-    """Let the live attempt do what it was asked."""
+    """Let the running attempt do what the owner requested."""
     world.end(reason="left", exit_code=85)
 
 
 def test_the_first_try_names_its_dag_run(world):
-    """By a uuid that Airflow keeps with the DAG run; every later try finds it (A1)."""
+    """By a UUID that Airflow keeps with the DAG run; every later try finds it (A1)."""
     world.execute(world.operator(), Ti(1))
     world.execute(world.operator(), Ti(2))
 
@@ -51,7 +51,7 @@ def test_the_first_try_names_its_dag_run(world):
 
 
 def test_each_event_of_an_owner_says_who_it_is_and_what_it_runs(world):
-    """DAG run, try, ``max_tries`` and the spec: a retry keeps the frozen one, a clear brings its own (A1)."""
+    """DAG run, try, ``max_tries``, spec: a retry keeps the frozen spec, a clear brings its own (A1)."""
     world.execute(world.operator(), Ti(1))
     (world.dag_file.parent / "train.yaml").write_text(SPEC.replace("train.py", "other.py"))
     world.execute(world.operator(), Ti(2))
@@ -69,7 +69,7 @@ def test_each_event_of_an_owner_says_who_it_is_and_what_it_runs(world):
 
 
 def test_retries_of_a_recreated_dag_run_go_on(world):
-    """Deleted after its third try, created again, first try lost unstarted: one new generation (A1)."""
+    """Deleted after its third try, recreated, first try lost before its start: one new generation (A1)."""
     for number in (1, 2, 3):
         world.execute(world.operator(), Ti(number))
     world.recreate_dag_run()
@@ -85,7 +85,7 @@ def test_retries_of_a_recreated_dag_run_go_on(world):
 
 
 def test_a_dag_run_that_is_set_to_queued_goes_on(world):
-    """That changes its start date and nothing that counts (A1)."""
+    """That changes its start date, which does not matter (A1)."""
     world.execute(world.operator(), Ti(1))
 
     world.execute(world.operator(), Ti(2))
@@ -102,7 +102,7 @@ def test_a_dag_run_that_is_set_to_queued_goes_on(world):
     ],
 )
 def test_a_task_state_that_may_outlive_or_leave_the_dag_run_is_not_asked(world, monkeypatch, setting):
-    """A retry is then told by its try number (A1)."""
+    """A retry is then recognized by its try number (A1)."""
     monkeypatch.setenv(*setting)
 
     world.execute(world.operator(), Ti(1))
@@ -113,7 +113,7 @@ def test_a_task_state_that_may_outlive_or_leave_the_dag_run_is_not_asked(world, 
 
 
 def test_an_api_server_that_does_not_answer_costs_no_try(world, monkeypatch, caplog):
-    """The task goes on without the uuid, and says so (A1)."""
+    """The task continues without the UUID, and logs that (A1)."""
 
     def away(_self, _key):
         raise api_error(503)
@@ -128,7 +128,7 @@ def test_an_api_server_that_does_not_answer_costs_no_try(world, monkeypatch, cap
 
 @pytest.mark.parametrize("state", ["running", "succeeded", "stopped"])
 def test_an_older_try_that_wakes_late_writes_nothing(world, state):
-    """Not a file, not a probe, not a lease; and it fails without a retry (A2)."""
+    """It writes no file, probe or lease; it fails without a retry (A2)."""
     ti = Ti(2)
     operator = world.operator()
     world.execute(operator, ti)
@@ -150,7 +150,7 @@ def test_an_older_try_that_wakes_late_writes_nothing(world, state):
 
 
 def test_a_try_of_a_deleted_dag_run_writes_nothing(world):
-    """It reads no uuid any more, and its number is higher: its task instance is the older one (A2)."""
+    """It reads no UUID any more, and its number is higher, but its task instance is the older one (A2)."""
     world.execute(world.operator(), Ti(3))
     world.recreate_dag_run()
     world.execute(world.operator(), Ti(1, ti_id="ti-9"))
@@ -166,7 +166,7 @@ def test_a_try_of_a_deleted_dag_run_writes_nothing(world):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_try_that_airflow_no_longer_knows_writes_nothing(world, is_first):
-    """Its task instance was replaced: the number of the new one may be the same (A2)."""
+    """Its task instance was replaced: the new one may have the same number (A2)."""
     if not is_first:
         world.execute(world.operator(), Ti(1))
     before = world.files()
@@ -225,7 +225,7 @@ def test_a_retry_of_a_cancelled_run_halts(world):
 
 
 def test_a_clear_takes_a_cancelled_run_up(world):
-    """From the last good checkpoint, in the same generation (A3)."""
+    """The clear resumes from the last good checkpoint, in the same generation (A3)."""
     operator = world.operator()
     world.execute(operator, Ti(1))
     cancel(world)
@@ -242,7 +242,7 @@ def test_a_clear_takes_a_cancelled_run_up(world):
 
 @pytest.mark.parametrize("is_live", [True, False])
 def test_a_retry_after_the_tasks_time_fails(world, is_live):
-    """The attempt saves and ends; without one the run ends at once (A3)."""
+    """The attempt saves and ends; without an attempt the run ends at once (A3)."""
     operator = world.operator()
     world.execute(operator, Ti(1))
     if not is_live:
@@ -265,7 +265,7 @@ def test_a_retry_after_the_tasks_time_fails(world, is_live):
 
 
 def delivered(world, ti, *, callback=True):
-    """A stage that succeeded and was delivered to *ti*."""
+    """Return a stage that succeeded and was delivered to *ti*."""
     operator = world.operator()
     world.execute(operator, ti)
     world.end(outputs={"model": "file:///model"})
@@ -273,7 +273,7 @@ def delivered(world, ti, *, callback=True):
 
 
 def test_a_crash_right_after_the_delivery_trains_nothing_again(world, caplog):
-    """Airflow has the task as failed, the user clears it: the same result, from the same attempt (A4)."""
+    """Airflow records the task as failed, the user clears it: the same result, from the same attempt (A4)."""
     first = delivered(world, Ti(1), callback=False)
 
     cleared = world.operator()
@@ -295,7 +295,7 @@ def test_a_clear_of_a_success_trains_again(world):
 
 
 def test_a_clear_after_a_second_delivery_trains_again(world):
-    """The first was lost in a crash, the second arrived (A4)."""
+    """A crash lost the first delivery, the second one arrived (A4)."""
     delivered(world, Ti(1), callback=False)
     operator, ti = world.operator(), Ti(2)
     context = world.context(operator, ti)
@@ -309,7 +309,7 @@ def test_a_clear_after_a_second_delivery_trains_again(world):
 
 
 def test_the_users_own_success_callbacks_are_called_too(world):
-    """After ours, whose result does not hang on theirs (A4)."""
+    """They run after our callback, whose result does not depend on theirs (A4)."""
     called = []
     operator = world.operator(on_success_callback=[lambda _context: called.append(types(world)[-1])])
     world.execute(operator, Ti(1))
@@ -321,7 +321,7 @@ def test_the_users_own_success_callbacks_are_called_too(world):
 
 
 def test_a_success_that_airflow_refused_is_not_accepted(world, capsys):
-    """The user had marked the task failed; Airflow calls the callback all the same (A4)."""
+    """The user had marked the task failed; Airflow still calls the callback (A4)."""
     world.airflow_says = "failed"
     delivered(world, Ti(1))
 
@@ -330,7 +330,7 @@ def test_a_success_that_airflow_refused_is_not_accepted(world, capsys):
 
 
 def test_a_delivery_of_a_superseded_try_is_not_accepted(world, capsys):
-    """A newer try owns the run by then, and delivers (A4)."""
+    """By then a newer try owns the run, and delivers (A4)."""
     operator = world.operator()
     world.execute(operator, Ti(1))
     world.end(outputs={"model": "file:///model"})
@@ -346,7 +346,7 @@ def test_a_delivery_of_a_superseded_try_is_not_accepted(world, capsys):
 
 
 def test_an_acceptance_that_cannot_be_written_is_told(world, monkeypatch, capsys):
-    """The stage is a success all the same (A4)."""
+    """The stage still succeeds (A4)."""
     operator = world.operator()
     world.execute(operator, Ti(1))
     world.end(outputs={"model": "file:///model"})
@@ -359,7 +359,7 @@ def test_an_acceptance_that_cannot_be_written_is_told(world, monkeypatch, capsys
 
 
 def test_a_changed_spec_is_named_field_by_field(world, caplog):
-    """Names, and no values: they may be anything."""
+    """Names without values: a value may be secret."""
     world.execute(world.operator(), Ti(1))
     text = SPEC.replace("cpu: 1", "cpu: 2").replace("train.py", "other.py")
     (world.dag_file.parent / "train.yaml").write_text(text)
@@ -372,7 +372,7 @@ def test_a_changed_spec_is_named_field_by_field(world, caplog):
 
 
 def test_no_answer_of_airflow_counts_as_its_word(world, monkeypatch):
-    """The callback runs after a success: that is what it says itself (A4)."""
+    """The callback runs only after a success, so its call counts as Airflow's confirmation (A4)."""
 
     def away(*_):
         raise api_error(503)

@@ -1,4 +1,4 @@
-"""A run with its store, its scripted machines, and the training that lives on them."""
+"""A run with its store, its scripted machines, and a training that keeps running across owners."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Killed(BaseException):
 
 
 class Mortal:
-    """Passes calls on, and dies before or after the n-th one."""
+    """Pass calls on, and die before or after the n-th one."""
 
     def __init__(self, target, methods, lives):
-        """Watch *methods* of *target*; *lives* is shared between all that one process calls."""
+        """Watch *methods* of *target*; all calls of one process share *lives*."""
         self._target, self._methods, self._lives = target, methods, lives
 
     def __getattr__(self, name):
-        """The target's attribute; calls that touch the world count."""
+        """Return the target's attribute; calls to *methods* count."""
         found = getattr(self._target, name)
         if name not in self._methods:
             return found
@@ -73,14 +73,14 @@ class Mortal:
 
 
 class World:
-    """A run with its store, its scripted machines, and the training that lives on them."""
+    """A run with its store, its scripted machines, and a training that keeps running across owners."""
 
     key = KEY
     prefix = KEY.prefix
     killed = Killed
 
     def __init__(self, tmp_path, *, offers=None, spec=SPEC, backend=ScriptedBackend):
-        """One run, not begun."""
+        """Prepare a run that has not begun."""
         (tmp_path / "train.yaml").write_text(spec)
         self.spec_path = tmp_path / "train.yaml"
         self.clock = ManualClock()
@@ -92,7 +92,7 @@ class World:
         self.log = EventLog(self.store, KEY.prefix)
 
     def controller(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0, restart="resume"):
-        """A controller for the next try of the task; another *max_tries* is a clear."""
+        """Return an owner for the next try of the task; a different *max_tries* means a clear."""
         self.tries, self.born = self.tries + 1, self.born + 1
         actor = Actor(f"ti-{self.born:02d}", self.tries, max_tries, life=self.life)
         store, backend = self.mortal(lives)
@@ -108,7 +108,7 @@ class World:
         )
 
     def mortal(self, lives):
-        """Store and backend as a process calls them that dies as *lives* says; None: it does not."""
+        """Return store and backend as seen by a process that dies as *lives* says; None: it does not die."""
         if lives is None:
             return self.store, self.backend
         return (
@@ -117,27 +117,27 @@ class World:
         )
 
     def recreate_dag_run(self):
-        """Let the DAG run be deleted and created again: tries count from 1, in another life."""
+        """Delete the DAG run and create it again: tries count from 1, with a new DAG run id."""
         self.tries, self.life = 0, "life-2"
 
     def files(self):
-        """Every file in the run's folder, with what it holds."""
+        """Return every file in the run's folder with its content."""
         return {name: self.store.read(name) for name in self.store.names(KEY.prefix)}
 
     @property
     def output(self):
-        """Where the last attempt of the first generation has its model, whatever the nodes say."""
+        """Return the URI of the last attempt's model, in the first generation; node states do not matter."""
         last = self.state.attempts_of(1)[-1].number
         return self.store.uri(f"{KEY.prefix}/outputs/g1-a{last}-c1/model")
 
     @property
     def state(self):
-        """Fold of the run's events."""
+        """Return the state folded from the run's events."""
         return self.log.load()
 
     @property
     def handle(self):
-        """Of the live attempt."""
+        """Return the handle of the running attempt."""
         return Handle.from_dict(self.state.live.handle)
 
     def say(
@@ -152,7 +152,7 @@ class World:
         phase="running",
         **more,
     ):
-        """Let a node of the live attempt say something; *more* is of its progress, *training* its phase."""
+        """Write a status for a node of the running attempt; *more* adds progress, *training* is its phase."""
         checkpoint_s, training = more.pop("checkpoint_s", None), more.pop("training", None)
         usage = more.pop("usage", {})
         live = self.state.live
@@ -180,7 +180,7 @@ class World:
         self.store.write(name, status.to_json())
 
     def save(self, step):
-        """Let the live attempt complete a checkpoint; returns its name."""
+        """Complete a checkpoint of the running attempt and return its name."""
         live = self.state.live
         name = checkpoint_name(live.generation, step, live.number)
         manifest = Manifest(step=step, generation=live.generation, attempt=live.number)
@@ -188,26 +188,26 @@ class World:
         return name
 
     def succeed(self):
-        """Let the live attempt end well, every node of it."""
+        """End the running attempt with success on every node."""
         for node in range(len(self.backend.observe(self.handle).nodes)):
             ended = Ended(exit_code=0, reason="succeeded")
             self.say(node=node, ended=ended, step=1000, outputs={"model": "file:///etc"})
         self.backend.end(self.handle)
 
     def leave(self, step=50):
-        """Let the live attempt do what a leave asks: save, say so, go."""
+        """Do what a drain requests of the running attempt: save, report the save, exit."""
         name = self.save(step)
         self.say(ended=Ended(exit_code=85, reason="left"), step=step, checkpoint=name)
         self.backend.end(self.handle, exit_code=85, reason="left")
 
     def control(self):
-        """What the owner last asked of the live attempt."""
+        """Return the owner's latest request to the running attempt."""
         live = self.state.live
         text = self.store.read(f"{KEY.prefix}/{control_name(live.generation, live.number)}")
         return Control.from_json(text, where="t")
 
     def ask_move(self, vcpus=2, *, target=None):
-        """Ask for a move of the live attempt, as the sensor does."""
+        """Request a move of the running attempt, as the sensor does."""
         live = self.state.live
         because = {"reason": "faster", "numbers": {}, "forced": True}
         return request_move(
@@ -219,11 +219,11 @@ class World:
         )
 
     def answer(self, request):
-        """The owner's answer to *request*."""
+        """Return the owner's answer to *request*."""
         return next(event for event in self.log.read() if event.body.get("request") == request.number)
 
     def watch(self, waiting):
-        """What a trigger sees first."""
+        """Return what a trigger sees first."""
         return Watch(
             store=self.store,
             prefix=KEY.prefix,
@@ -236,7 +236,7 @@ class World:
 
 @pytest.fixture
 def new_world(tmp_path):
-    """Makes a run that has not begun; takes the offers, None for the usual ones, a spec and a backend."""
+    """Makes a run that has not begun; takes the offers (None: the usual ones), a spec and a backend."""
     return lambda offers=None, **more: World(tmp_path, offers=offers, **more)
 
 

@@ -1,4 +1,4 @@
-"""What lasts too long does so over all watchers, whoever dies: by counted seconds, never by clocks."""
+"""Time limits count across all watchers, also after one dies: in counted seconds, never by wall clocks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ OVERDUE_S = 90.0
 
 
 def watch_again(world, waiting):
-    """A watcher in another process, from serialized arguments."""
+    """Create a watcher in another process, from serialized arguments."""
     waiting = type(waiting)(Watching.from_dict(waiting.watching.to_dict()), waiting.reason)
     return world.watch(waiting)
 
 
 def renew(world, watch):
-    """As a trigger does every minute."""
+    """Renew the lease as a trigger does every minute."""
     renew_lease(world.store, world.prefix, holder="trigger", ages=watch.ages())
 
 
 def stopping(world):
-    """A run whose attempt was asked to go."""
+    """A run whose attempt was asked to stop."""
     owner = world.controller()
     owner.enter()
     world.say()
@@ -51,7 +51,7 @@ def test_an_attempt_that_does_not_go_is_killed_though_its_watcher_changes(world)
 
 
 def test_a_slice_in_between_begins_nothing_anew(world):
-    """The owner looks again and again: the time goes on."""
+    """The owner checks repeatedly: the time keeps counting."""
     owner, waiting = stopping(world)
     for _ in range(3):
         watch = watch_again(world, waiting)
@@ -83,7 +83,7 @@ def test_a_kill_is_repeated_after_a_minute_and_not_at_once(world):
 
 
 def test_silence_is_counted_over_all_watchers(world):
-    """Neither backend nor node is heard: 400 s and 200 s are ten minutes."""
+    """Neither the backend nor the node reports: 400 s and 200 s add up to ten minutes."""
     waiting = world.controller().enter()
     world.say()
     world.backend.hide(world.handle)
@@ -104,7 +104,7 @@ def test_silence_is_counted_over_all_watchers(world):
 
 
 def test_one_word_ends_the_silence(world):
-    """The node's status changes: what others counted is over."""
+    """The node's status changes: the time that earlier watchers counted no longer applies."""
     waiting = world.controller().enter()
     world.say()
     world.backend.hide(world.handle)
@@ -120,7 +120,7 @@ def test_one_word_ends_the_silence(world):
 
 
 def test_ages_of_another_attempt_count_for_nothing(world):
-    """The lease still tells of attempt 7."""
+    """The lease still has the ages of attempt 7."""
     _, waiting = stopping(world)
     renew_lease(world.store, world.prefix, holder="trigger", ages={"stopping-g1-a7": 1e6})
 
@@ -129,7 +129,7 @@ def test_ages_of_another_attempt_count_for_nothing(world):
 
 @pytest.mark.parametrize("ages", [None, {"stopping-g1-a1": 5.0}])
 def test_a_renewal_that_does_not_know_the_ages_keeps_them(world, ages):
-    """Whoever renews for another reason takes nothing away."""
+    """A renewal for another reason keeps the recorded ages."""
     renew_lease(world.store, world.prefix, holder="trigger", ages={"stopping-g1-a1": 3.0})
     renew_lease(world.store, world.prefix, holder="slice", ages=ages)
 

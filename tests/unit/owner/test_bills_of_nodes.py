@@ -1,4 +1,4 @@
-"""What nodes cost that came later than the others: each from its own start, whoever's clock is off."""
+"""Cost of nodes that started later than others: each counts from its own start, even if a clock is wrong."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OFFER = cpu_offer(1, usd_per_hour=1.0)
 
 
 def attempt(nodes=2, started_at=1e6):
-    """One that was started at the owner's *started_at*."""
+    """Return an attempt that started at *started_at* by the owner's clock."""
     return AttemptState(1, 1, Allocation(OFFER, nodes), phase="started", started_at=started_at)
 
 
 @pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
 def test_a_node_that_was_made_again_is_paid_from_then(off_s):
-    """100 h; node 1 was lost after 99 h and made again at once: 200 node-hours, not 299."""
+    """100 h; node 1 was lost after 99 h and recreated at once: 200 node-hours, not 299."""
     at = 1e6 + off_s
     held = [
         UsageInterval(0, at, None),
@@ -45,7 +45,7 @@ def test_a_node_that_was_made_again_is_paid_from_then(off_s):
 
 @pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
 def test_nodes_that_came_in_place_are_paid_from_then(off_s):
-    """Two nodes for 10 h, two more for the last: 22 node-hours."""
+    """Two nodes for 10 h, two more for the last hour: 22 node-hours."""
     at = 1e6 + off_s
     late = at + 9 * HOUR
     held = [UsageInterval(node, at if node < 2 else late, None) for node in range(4)]
@@ -56,7 +56,7 @@ def test_nodes_that_came_in_place_are_paid_from_then(off_s):
 @pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
 @pytest.mark.parametrize("end_h", [None, 11])
 def test_what_waited_for_its_node_is_paid_from_that_on(off_s, end_h):
-    """Ten hours in a queue, an hour on a machine: one node-hour, while it runs as when it has ended."""
+    """Ten hours in a queue, an hour on a machine: one node-hour, both while it runs and after it ended."""
     made = dt.datetime.fromtimestamp(1e6 + off_s, dt.UTC).isoformat()
     queued = replace(attempt(1), handle={"details": {"created": made}})
     held = [UsageInterval(0, 1e6 + off_s + 10 * HOUR, end_h and 1e6 + off_s + end_h * HOUR)]
@@ -66,7 +66,7 @@ def test_what_waited_for_its_node_is_paid_from_that_on(off_s, end_h):
 
 @pytest.mark.parametrize("off_s", [0.0, HOUR, -HOUR])
 def test_what_waited_and_was_changed_in_place_is_paid_by_its_prices(off_s):
-    """Ten hours in a queue, ten at $1 on two nodes, then an hour at $2 on one."""
+    """Ten hours in a queue, ten hours at $1 on two nodes, then an hour at $2 on one."""
     made = dt.datetime.fromtimestamp(1e6 + off_s, dt.UTC).isoformat()
     dear = replace(OFFER, instance_type="cpu-2", usd_per_hour=2.0)
     before = Before(Allocation(OFFER, 2), 1e6 + 20 * HOUR)
@@ -82,14 +82,14 @@ def test_what_waited_and_was_changed_in_place_is_paid_by_its_prices(off_s):
 
 
 def test_a_closed_interval_is_as_long_as_the_provider_says():
-    """Whatever the owner's clock shows."""
+    """The owner's clock does not matter."""
     found = until_now([UsageInterval(0, 5.0, 65.0)], started_at=1e6, handle=None, now=2e6)
 
     assert [item.end - item.start for item in found] == [60.0]
 
 
 def test_prices_change_at_the_owner_s_time_though_the_provider_s_clock_is_off():
-    """Ten hours at $1, changed in place to $2 for an hour, by a clock that is an hour behind."""
+    """Ten hours at $1, then changed in place to $2 for an hour; the provider's clock is an hour behind."""
     dear = replace(OFFER, instance_type="cpu-2", usd_per_hour=2.0)
     before = Before(Allocation(OFFER, 1), 1e6 + 10 * HOUR)
     live = replace(attempt(1), allocation=Allocation(dear, 1), earlier=(before,))
@@ -102,7 +102,7 @@ def test_prices_change_at_the_owner_s_time_though_the_provider_s_clock_is_off():
 
 
 def test_what_was_deleted_with_its_times_is_not_free(world):
-    """Somebody deletes the Job after ten hours: the bill is unknown, and the budget counts ten hours."""
+    """A user deletes the Job after ten hours: the bill is unknown, and the budget counts ten hours."""
     owner = world.controller(budget_usd=100.0)
     owner.enter()
     world.say(checkpoint=world.save(10))

@@ -1,4 +1,4 @@
-"""What nodes cost that went when an attempt became smaller in place: the bill is not gone with them."""
+"""Cost of nodes that a shrink in place removed: they stay on the bill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OFFER = cpu_offer(1, usd_per_hour=1.0)
 
 
 def attempt(*history):
-    """``(nodes, until_h)`` of each time, the last with None: it is still so."""
+    """Return an attempt with ``(nodes, until_h)`` for each period; None in the last: until now."""
     *earlier, (nodes, _) = history
     before = tuple(Before(Allocation(OFFER, count), START + hours * HOUR) for count, hours in earlier)
     return AttemptState(
@@ -27,7 +27,7 @@ def attempt(*history):
 
 
 def held(*rows, off_s=0.0):
-    """Intervals of ``(node, from_h, to_h)`` by a provider's clock that is off by *off_s*."""
+    """Return usage intervals of ``(node, from_h, to_h)`` by a provider's clock that is off by *off_s*."""
     return tuple(
         UsageInterval(
             node, START + off_s + first * HOUR, None if last is None else START + off_s + last * HOUR
@@ -48,7 +48,7 @@ def held(*rows, off_s=0.0):
     ids=["shrunk", "grown-and-shrunk", "twice", "shrunk-and-grown"],
 )
 def test_a_node_that_was_removed_is_paid_until_then(history, seen, node_hours, off_s):
-    """11 h in all; the provider shows only what is there now."""
+    """11 h in all; the provider shows only the nodes that exist now."""
     live = attempt(*history)
 
     found = with_removed(held(*seen, off_s=off_s), live)
@@ -57,7 +57,7 @@ def test_a_node_that_was_removed_is_paid_until_then(history, seen, node_hours, o
 
 
 def test_one_that_is_still_shown_is_not_paid_twice():
-    """Its pod is there until its grace is over, and then for as long as the provider keeps it."""
+    """Its pod exists until its grace is over, and then for as long as the provider keeps it."""
     live = attempt((2, 10), (1, None))
     seen = held((0, 0, None), (1, 0.5, 10.01))
 
@@ -65,7 +65,7 @@ def test_one_that_is_still_shown_is_not_paid_twice():
 
 
 def test_an_attempt_that_never_changed_has_what_the_provider_says():
-    """And so has one that only grew."""
+    """Neither does one that only grew."""
     seen = held((0, 0, None), (1, 3, None))
 
     assert with_removed(seen, attempt((2, None))) == seen
@@ -74,7 +74,7 @@ def test_an_attempt_that_never_changed_has_what_the_provider_says():
 
 
 class Shows:
-    """A backend that shows what is there now."""
+    """A backend that shows only the nodes that exist now."""
 
     def usage(self, _handle):
         """One node."""
@@ -82,7 +82,7 @@ class Shows:
 
 
 def test_the_bill_asks_for_both(monkeypatch):
-    """Of a live attempt, for its budget, and of one that has ended."""
+    """For a running attempt, for its budget, and for one that has ended."""
     monkeypatch.setattr(facts.Handle, "from_dict", classmethod(lambda _cls, body: body))
     live = attempt((2, 10), (1, None))
 

@@ -1,4 +1,4 @@
-"""A run whose task was marked or deleted gets its end, though no execution of its owner follows."""
+"""A run whose task was marked or deleted gets its end, though no owner's execution follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def killed(world):
 
 @pytest.fixture
 def no_wait(monkeypatch):
-    """Waiting is an error unless the test says what happens meanwhile."""
+    """Fail on any wait, unless the test says what happens meanwhile."""
     steps = []
 
     def sleep(_seconds):
@@ -53,7 +53,7 @@ def test_a_killed_run_gets_its_end_its_cost_and_its_report(world, no_wait):
 
 
 def test_a_killed_run_that_waited_for_its_next_attempt_is_stopped(world):
-    """Nothing of it runs: there is nothing to ask, and it is over all the same (D6)."""
+    """Nothing of it runs: there is nothing to stop, and the run still gets its end (D6)."""
     owner = world.controller()
     owner.enter()
     world.say(step=5)
@@ -68,7 +68,7 @@ def test_a_killed_run_that_waited_for_its_next_attempt_is_stopped(world):
 
 
 def test_a_run_that_another_try_owns_is_left_alone(world):
-    """The task was cleared: its new try goes on (D6)."""
+    """The task was cleared: its new try continues the run (D6)."""
     killed(world)
     world.controller().enter()
     before = world.state.number
@@ -79,7 +79,7 @@ def test_a_run_that_another_try_owns_is_left_alone(world):
 
 
 def test_a_try_that_comes_meanwhile_takes_over(world, no_wait):
-    """The one that closes stops at once, and records nothing more (D6)."""
+    """The closing process stops at once, and records nothing more (D6)."""
     killed(world)
     handle = world.handle
 
@@ -96,7 +96,7 @@ def test_a_try_that_comes_meanwhile_takes_over(world, no_wait):
 
 
 def test_a_success_that_came_first_is_kept_for_the_next_try(world):
-    """It is recorded, and handed over by no one: a clear delivers it (D6)."""
+    """It is recorded but not delivered: a clear delivers it (D6)."""
     world.controller().enter()
     world.succeed()
     kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked failed")
@@ -126,8 +126,8 @@ def test_the_cost_of_a_short_run_is_not_nothing(world, no_wait, caplog, monkeypa
 
 
 class AtOnce:
-    """A thread that is over when it was started."""
+    """A thread that has finished when it is started."""
 
     def __init__(self, *, target, **_more):
-        """Keep what is to be done."""
+        """Keep the function to run."""
         self.start = target

@@ -1,4 +1,4 @@
-"""The owner against a scripted backend: each step, and a death of the worker at every one of them."""
+"""The owner against a scripted backend: each step, and a worker that dies at every one of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST_CALL = 36
 
 
 def test_a_run_from_first_start_to_delivery(world):
-    """Begin on the cheapest offer, wait, succeed, deliver the outputs and a bill."""
+    """Begin on the least expensive offer, wait, succeed, deliver the outputs and a bill."""
     owner = world.controller()
 
     waiting = owner.enter()
@@ -48,7 +48,7 @@ def test_a_run_from_first_start_to_delivery(world):
 
 
 def test_a_watch_says_nothing_while_the_attempt_runs(world):
-    """No event, no change of status, no wait: the trigger goes on looking."""
+    """No event, no change of status, no wait: the trigger keeps checking."""
     watch = world.watch(world.controller().enter())
     world.say()
 
@@ -56,7 +56,7 @@ def test_a_watch_says_nothing_while_the_attempt_runs(world):
 
 
 def test_a_move_is_a_request_an_acceptance_and_a_start_elsewhere(world):
-    """The sensor asks, the owner accepts, the training saves and leaves, the next attempt is larger."""
+    """The sensor requests, the owner accepts, the training saves and exits, the next attempt is larger."""
     owner = world.controller()
     waiting = owner.enter()
     world.say(elapsed_s=60.0)
@@ -77,7 +77,7 @@ def test_a_move_is_a_request_an_acceptance_and_a_start_elsewhere(world):
 
 
 def test_a_move_to_what_is_not_offered_is_refused(world):
-    """The request names 64 CPUs; the answer says why not and training goes on."""
+    """The request names 64 CPUs; the answer gives the reason and training continues."""
     owner = world.controller()
     owner.enter()
     world.say()
@@ -94,7 +94,7 @@ def test_a_move_to_what_is_not_offered_is_refused(world):
 
 
 def test_a_checkpoint_of_a_zombie_is_never_a_candidate(world):
-    """Attempt 1 saves again after attempt 2 began: attempt 3 is not told of it."""
+    """Attempt 1 saves again after attempt 2 began: attempt 3 does not get that checkpoint as a candidate."""
     owner = world.controller()
     owner.enter()
     good = world.save(40)
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_a_zombie_is_never_a_candidate(world):
 
 
 def test_a_lost_machine_waits_ten_seconds_then_starts_again(world):
-    """The watch sits the back-off out by its own clock."""
+    """The watch counts the back-off by its own clock."""
     owner = world.controller()
     waiting = owner.enter()
     world.say(checkpoint=world.save(10))
@@ -131,7 +131,7 @@ def test_a_lost_machine_waits_ten_seconds_then_starts_again(world):
 
 
 def test_a_node_that_is_unknown_for_ten_minutes_is_lost(world):
-    """The backend cannot be asked; the watch counts by its own clock, and a status that moves resets it."""
+    """The backend does not answer; the watch counts by its own clock, and a changed status resets it."""
     waiting = world.controller().enter()
     world.say()
     world.backend.hide(world.handle)
@@ -151,7 +151,7 @@ def test_a_node_that_is_unknown_for_ten_minutes_is_lost(world):
 
 
 def test_the_last_lines_and_the_exit_code_are_in_the_failure(world):
-    """What a user needs to see is in the exception of the task."""
+    """The task's exception contains what a user needs to see."""
     owner = world.controller()
     owner.enter()
     ended = Ended(exit_code=3, reason="failed", last_lines=("Traceback", "ValueError: no such column"))
@@ -165,7 +165,7 @@ def test_the_last_lines_and_the_exit_code_are_in_the_failure(world):
 
 
 def test_spent_money_checkpoints_and_fails(world):
-    """$0.05 an hour against $0.10: after two hours the attempt is asked to save and go."""
+    """$0.05 an hour against $0.10: after two hours the owner asks the attempt to save and stop."""
     owner = world.controller(budget_usd=0.10)
     owner.enter()
     world.say()
@@ -181,7 +181,7 @@ def test_spent_money_checkpoints_and_fails(world):
 
 
 def test_a_cancel_checkpoints_and_stops_the_run(world):
-    """`envscaler cancel`: save, go, and the task ends without a retry."""
+    """`envscaler cancel`: save and stop; the task ends without a retry."""
     owner = world.controller()
     waiting = owner.enter()
     request_stop(world.store, world.prefix, reason="cancelled", by="me")
@@ -196,7 +196,7 @@ def test_a_cancel_checkpoints_and_stops_the_run(world):
 
 
 def test_a_kill_of_the_old_try_does_nothing_after_the_new_one_began(world):
-    """On a clear the old trigger's on_kill comes late: the last owner is another ti.id."""
+    """After a clear the old trigger's on_kill comes late: the last owner has another ti.id."""
     world.controller().enter()
     world.controller(max_tries=5).enter()
 
@@ -207,7 +207,7 @@ def test_a_kill_of_the_old_try_does_nothing_after_the_new_one_began(world):
 
 
 def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
-    """Cleared while deferred: the old attempt saves and goes, the new try goes on from there."""
+    """Cleared while deferred: the old attempt saves and stops, and the new try continues from there."""
     world.controller().enter()
     world.say()
     acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="cleared")
@@ -225,7 +225,7 @@ def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
 
 
 def test_a_stock_out_goes_to_the_next_offer(world):
-    """The cheapest cannot be had: the wait is 10 s, then the next cheapest is asked."""
+    """The least expensive offer is not available: the wait is 10 s, then the owner requests the next one."""
     world.backend.fail_next("submit", CapacityError("none left"))
     owner = world.controller()
 
@@ -237,7 +237,7 @@ def test_a_stock_out_goes_to_the_next_offer(world):
 
 
 def test_a_stock_out_that_another_run_met_is_passed_over(world):
-    """Known on the store for a while: the first start goes to the next cheapest at once."""
+    """The store remembers it for a while: the first start uses the next offer at once."""
     remember(world.store, cpu_offer(1), "InsufficientInstanceCapacity", now=world.clock.time())
 
     world.controller().enter()
@@ -246,7 +246,7 @@ def test_a_stock_out_that_another_run_met_is_passed_over(world):
 
 
 def test_a_stock_out_is_told_to_other_runs(world):
-    """The cloud's own code is in the error; a machine that is merely full would not be kept."""
+    """The error has the cloud's own code; a machine that is merely full would not be remembered."""
     world.backend.fail_next("submit", CapacityError("InsufficientInstanceCapacity: none left"))
 
     world.controller().enter()
@@ -256,7 +256,7 @@ def test_a_stock_out_is_told_to_other_runs(world):
 
 
 def test_a_superseded_slice_touches_nothing(world):
-    """The task was cleared while an old slice was on its way: it sees another owner and ends."""
+    """The task was cleared while an old execution was starting: it sees another owner and ends."""
     old = world.controller()
     old.enter()
     world.controller(max_tries=5).enter()
@@ -269,7 +269,7 @@ def test_a_superseded_slice_touches_nothing(world):
 
 
 def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
-    """A cancel lands between the reading and the taking over: the try takes over all the same."""
+    """A cancel is recorded between the read and the takeover: the try still takes over."""
     world.controller().enter()
     owner = world.controller()
     append, landed = owner._log.append, []
@@ -286,7 +286,7 @@ def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
 
 
 def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
-    """A deferral timeout: the attempt saves; the retry fails for it, and a clear goes on from there (A3)."""
+    """A deferral timeout: the attempt saves; the retry fails for that reason, and a clear continues (A3)."""
     owner = world.controller()
     owner.enter()
     world.say()
@@ -304,7 +304,7 @@ def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
 
 
 def test_an_attempt_of_a_deleted_dag_run_never_trains_beside_the_new_one(world):
-    """Try 1 again under another id: generation 2 waits until the machine of generation 1 is gone."""
+    """Try 1 again under another id: generation 2 waits until the machine of generation 1 is released."""
     world.controller().enter()
     world.say()
     world.recreate_dag_run()
@@ -341,7 +341,7 @@ def _play(world, lives, script):
 
 
 def _one_move_one_loss():
-    """A move after the first look, a loss after the second attempt's, then success."""
+    """A move after the first check, a loss after the second attempt's first check, then success."""
 
     def script(world):
         live = world.state.live
@@ -391,7 +391,7 @@ def test_the_deaths_above_cover_every_call(world):
 
 
 def test_a_store_without_an_answer_is_no_news(world):
-    """Unknown is never dead: the error reaches the trigger, which looks again."""
+    """Unknown is never lost: the trigger gets the error and checks again."""
     waiting = world.controller().enter()
     watch = world.watch(waiting)
 

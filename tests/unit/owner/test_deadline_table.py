@@ -1,4 +1,4 @@
-"""The table of a deadline is built where there is time, kept, and looked up where there is none."""
+"""The table of a deadline is built when there is time, stored, and looked up when there is none."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def world(new_world):
 
 
 def owner_of(world, deadline_s=4 * 3600.0):
-    """A controller whose stage has a deadline."""
+    """Return an owner whose stage has a deadline."""
     owner = world.controller()
     owner._stage = replace(owner._stage, strategy="deadline", deadline_s=deadline_s)
     return owner
 
 
 def publish(store, prefix, job):
-    """What an owner does at a start that finds *job* on the market."""
+    """Do what an owner does at a start that finds *job* on the market."""
     offers = (replace(DEMAND, usd_per_hour=job.on_demand_usd), replace(SPOT, usd_per_hour=job.spot_usd))
     facts = StartFacts(
         Allocation(SPOT), job.overhead_s, deadline_left_s=job.ticks * job.gap_s, offers=lambda: offers
@@ -50,12 +50,12 @@ def publish(store, prefix, job):
 
 
 def present(world):
-    """Name of the present table."""
+    """Return the name of the current table."""
     return policies.present_table(world.store, world.prefix, "deadline")[0]
 
 
 def test_the_table_is_there_when_the_attempt_runs(world):
-    """Four hours are 24 ticks of ten minutes; the owner builds the table, any other process reads it."""
+    """Four hours are 24 ticks of ten minutes; the owner builds the table, every other process reads it."""
     owner_of(world).enter()
 
     data = policies.read_table(world.store, world.prefix, "deadline", present(world))
@@ -64,7 +64,7 @@ def test_the_table_is_there_when_the_attempt_runs(world):
 
 
 def test_a_table_serves_every_later_start_of_the_same_kind(world):
-    """Less time left needs no other table; half the price, starts twice as long, or more time do."""
+    """Less time left needs no new table; half the price, starts twice as long, or more time do."""
     job = job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=4 * 3600.0, start_s=60.0)
     publish(world.store, world.prefix, job)
     written = []
@@ -81,7 +81,7 @@ def test_a_table_serves_every_later_start_of_the_same_kind(world):
     changes = ({}, {"ticks": 12}, {"spot_usd": 1.01}, {"spot_usd": 0.5}, {"overhead_s": 120.0}, {"ticks": 48})
     for change in changes:
         written.append(str(change))
-        job = replace(job, **change)  # on top of those before: each says one thing anew
+        job = replace(job, **change)  # on top of those before: each is a new fact
         publish(Counted(), world.prefix, job)
 
     built = "a table"
@@ -102,12 +102,12 @@ def test_a_table_serves_every_later_start_of_the_same_kind(world):
     ],
 )
 def test_there_is_no_table_of_what_cannot_be_told(offers, deadline_s):
-    """One market, an unknown price, a deadline that has passed or is years away."""
+    """One market, an unknown price, or a deadline that has passed or is years away."""
     assert job_of(Allocation(DEMAND), offers, deadline_s=deadline_s, start_s=60.0) is None
 
 
 def test_a_torn_table_is_none(world):
-    """The policy then goes by its rule of two starts."""
+    """The policy then uses its rule of two starts."""
     name = "tables/deadline-0123456789abcdef.bin"
     world.store.write(f"{world.prefix}/{name}", b"torn")
     world.store.write(f"{world.prefix}/tables/deadline.json", b"torn")
@@ -119,7 +119,7 @@ def test_a_torn_table_is_none(world):
 
 
 def test_the_sensor_decides_by_the_table(new_world):
-    """On demand with hours to spare: the numbers are ticks of on-demand, as only the table gives them."""
+    """On demand with hours to spare: the numbers are ticks of on-demand, which only the table provides."""
     world = new_world((DEMAND, SPOT), spec=SPEC + "capacity: on-demand\n")
     owner_of(world, deadline_s=10 * 3600.0).enter()
     observer = Observer(
@@ -138,7 +138,7 @@ def test_the_sensor_decides_by_the_table(new_world):
 
 
 def test_a_check_names_its_table_and_is_decided_again_by_it(new_world):
-    """Another table is the present one since: what was recorded comes out as it was."""
+    """Another table has become current since: replaying gives the recorded decision."""
     world = new_world((DEMAND, SPOT), spec=SPEC + "capacity: on-demand\n")
     owner_of(world, deadline_s=10 * 3600.0).enter()
     observer = Observer(

@@ -1,4 +1,4 @@
-"""A worker that dies at any write and call around an intent, a release, a delivery and a closing."""
+"""A worker that dies at any write or call around an intent, a release, a delivery or a closing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lives_of(dies_at, *, after=False):
 
 
 def check_complete(world):
-    """Nothing runs or is kept, no intent is open, and each attempt that ran has its bill."""
+    """Check that nothing runs or is left, no intent is open, and each attempt that ran has its bill."""
     state = world.state
     submitted = {name for method, name in world.backend.calls if method == "submit"}
     started = {one.handle["name"] for one in state.attempts if one.handle is not None}
@@ -54,7 +54,7 @@ def play(world, lives, act):
 
 
 def play_stop(world, monkeypatch, lives):
-    """A cancel lands right behind the first intent."""
+    """Record a cancel right behind the first intent."""
     create, asked = world.store.create, []
 
     def with_a_cancel(name, data):
@@ -70,7 +70,7 @@ def play_stop(world, monkeypatch, lives):
 @pytest.mark.parametrize("after", DEATHS)
 @pytest.mark.parametrize("dies_at", range(1, STOP_CALLS + 1))
 def test_a_death_around_an_intent_that_is_cancelled(world, monkeypatch, dies_at, after):
-    """The run stops, nothing lives on, and what was started for it is on the bill (A3)."""
+    """The run stops, nothing keeps running, and the bill includes what was started for it (A3)."""
     play_stop(world, monkeypatch, lives_of(dies_at, after=after))
 
     assert world.state.status == "stopped"
@@ -78,7 +78,7 @@ def test_a_death_around_an_intent_that_is_cancelled(world, monkeypatch, dies_at,
 
 
 def play_release(world, lives):
-    """The first attempt is lost and cannot be released at first; the second succeeds."""
+    """Lose the first attempt, which cannot be released at first; the second succeeds."""
     world.backend.fail_next("release", BackendError("503", status=503, transient=True))
 
     def act():
@@ -95,7 +95,7 @@ def play_release(world, lives):
 @pytest.mark.parametrize("after", DEATHS)
 @pytest.mark.parametrize("dies_at", range(1, RELEASE_CALLS + 1))
 def test_a_death_around_a_release_that_fails(world, dies_at, after):
-    """The result is delivered, and every machine is given back (A8)."""
+    """The result is delivered, and every machine is released (A8)."""
     got = play_release(world, lives_of(dies_at, after=after))
 
     assert got.outputs == {"model": world.output}
@@ -104,7 +104,7 @@ def test_a_death_around_a_release_that_fails(world, dies_at, after):
 
 @pytest.mark.parametrize("after", DEATHS)
 def test_a_death_at_the_acceptance(world, after):
-    """A clear trains again only where the acceptance was written (A4)."""
+    """A clear trains again only if the acceptance was written (A4)."""
     owner = world.controller()
     owner.enter()
     world.succeed()
@@ -120,7 +120,7 @@ def test_a_death_at_the_acceptance(world, after):
 
 
 def play_closing(world, lives):
-    """A task is marked failed while its stage trains, and the process that closes the run dies."""
+    """Mark a task failed while its stage trains; the process that closes the run dies."""
     world.controller().enter()
     world.say(step=5)
     kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked failed")
@@ -136,7 +136,7 @@ def play_closing(world, lives):
 @pytest.mark.parametrize("after", DEATHS)
 @pytest.mark.parametrize("dies_at", range(1, CLOSE_CALLS + 1))
 def test_a_death_of_the_one_that_closes_a_run(world, dies_at, after):
-    """Whoever comes next finishes it: the run is stopped, its bill and its report are there (D6)."""
+    """The next process finishes it: the run is stopped, with its bill and its report (D6)."""
     play_closing(world, lives_of(dies_at, after=after))
 
     assert world.state.status == "stopped"
@@ -144,7 +144,7 @@ def test_a_death_of_the_one_that_closes_a_run(world, dies_at, after):
 
 
 def test_the_deaths_above_cover_every_call(new_world, tmp_path_factory, monkeypatch):
-    """No play makes more calls than it has deaths for."""
+    """No play makes more calls than the tests have deaths for."""
     plays = {
         STOP_CALLS: lambda world, lives: play_stop(world, monkeypatch, lives),
         RELEASE_CALLS: play_release,

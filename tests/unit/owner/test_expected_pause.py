@@ -1,4 +1,4 @@
-"""Unit tests of what a move is expected to pause a stage before one was measured."""
+"""Unit tests of the expected pause of a move before one was measured."""
 
 from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.owner.observe import SLOTS_S, expected_pause_s
@@ -18,6 +18,6 @@ def test_a_move_pauses_as_the_first_start_did_and_two_slots():
 
 
 def test_an_unknown_part_makes_the_whole_unknown():
-    """Code that does not cooperate does not say when its first step was."""
+    """Code that does not cooperate does not report when its first step was."""
     assert expected_pause_s(LIVE, Status(setup_s=2.0)) is None
     assert expected_pause_s(LIVE, None) is None

@@ -1,4 +1,4 @@
-"""What a run's phases will be, told by the run before."""
+"""Forecast of a run's phases from the previous run."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ THREE = Forecast((Span("loading", 600.0), Span("training", 7200.0), Span("evalua
 
 
 def seen(phase, elapsed_s):
-    """A check at which the training was in *phase*."""
+    """Return a check during which the training was in *phase*."""
     here = Observation(FOUR, elapsed_s=elapsed_s, training_phase=phase)
     return Check(here, Policy(), Decision("keep", FOUR, f"{phase} is what it is"))
 
 
 def prepare(world):
-    """What the owner does at a start."""
+    """Do what the owner does at a start."""
     policies.prepare(world.store, world.prefix, PHASE, Policy("phase"), StartFacts(FOUR, 30.0))
 
 
 def test_phases_last_from_the_end_of_the_one_before():
-    """Seen until 600 s, 7,800 s and 8,700 s; checks without a phase say nothing."""
+    """Seen until 600 s, 7,800 s and 8,700 s; checks without a phase add nothing."""
     checks = [
         seen("loading", 30.0), seen("loading", 600.0), seen(None, 610.0), seen("training", 660.0),
         seen("training", 7800.0), seen("evaluation", 8700.0),
@@ -65,19 +65,19 @@ def test_phases_last_from_the_end_of_the_one_before():
     ],
 )
 def test_what_comes_next_is_told_only_on_the_same_way(phases, in_phase_s, comes):
-    """500 s are left of loading; a run that began otherwise foretells nothing."""
+    """500 s are left of loading; a run that began with other phases gets no forecast."""
     assert THREE.after(phases, in_phase_s) == comes
 
 
 def test_a_phase_that_comes_twice_lasts_its_mean():
-    """10 and 30 minutes."""
+    """The mean of 10 and 30 minutes."""
     twice = Forecast((Span("training", 600.0), Span("evaluation", 60.0), Span("training", 1800.0)))
 
     assert twice.lasts_s() == {"training": 1200.0, "evaluation": 60.0}
 
 
 def test_the_larger_need_is_met_before_its_phase_begins(new_world):
-    """Yesterday loading took 600 s: today eight nodes are asked for shortly before it ends, not at once."""
+    """Yesterday loading took 600 s: this time the request for eight nodes comes shortly before it ends."""
     world = new_world((NODE,), spec=SPEC, backend=ElasticBackend)
     before = world.prefix.replace("/run/", "/a-run-of-yesterday/")
     log = DecisionLog(world.store, before, writer="sensor", monotonic=world.clock.monotonic)
@@ -108,14 +108,14 @@ def test_the_larger_need_is_met_before_its_phase_begins(new_world):
     "text", [b"torn", b'{"schema": "1.0", "spans": [{"phase": 3}]}', b'{"schema": "9.0"}']
 )
 def test_what_cannot_be_read_foretells_nothing(world, text):
-    """The policy then goes by what is announced."""
+    """The policy then uses the announced phases."""
     world.store.write(f"{world.prefix}/tables/{FILE}", text)
 
     assert policies.read_forecast(world.store, world.prefix) == Forecast()
 
 
 def test_a_first_run_has_nothing_to_go_by(world):
-    """No other run of the DAG is there."""
+    """The DAG has no other run."""
     world.controller().enter()
 
     prepare(world)
@@ -124,7 +124,7 @@ def test_a_first_run_has_nothing_to_go_by(world):
 
 
 def test_the_last_of_the_earlier_runs_tells(world):
-    """The day before yesterday loading took 100 s, yesterday 200 s."""
+    """Two days ago loading took 100 s, yesterday 200 s: the forecast is 200 s."""
     for name, lasted_s in (("day-1", 100.0), ("day-2", 200.0)):
         prefix = world.prefix.replace("/run/", f"/{name}/")
         log = DecisionLog(world.store, prefix, writer="sensor", monotonic=world.clock.monotonic)

@@ -1,4 +1,4 @@
-"""A shell that waits keeps its run while store or machines do not answer."""
+"""A shell that waits keeps its run while the store or the machines do not answer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ DONE = Delivered({}, {})
 
 
 class Answers:
-    """A controller that says what a test has written down."""
+    """An owner that gives prepared answers."""
 
     def __init__(self, *answers):
-        """Say *answers* one after the other; an error is raised."""
+        """Give *answers* one after the other; raise those that are errors."""
         self.answers = list(answers)
         self.wakes = []
 
     def enter(self):
-        """First answer."""
+        """Return the first answer."""
         return WAITING
 
     def resume(self, wake):
-        """Next answer."""
+        """Return the next answer."""
         self.wakes.append(wake)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
@@ -40,14 +40,14 @@ class Answers:
 
 
 class Hurried(Holder):
-    """Always has something to do."""
+    """An owner that always has something to do."""
 
     def _wait(self, waiting):
         return Wake("status", detail="the attempt ended")
 
 
 def holder(controller, *, slept, said, store=None):
-    """Of a run in which every look shows something."""
+    """Watch a run in which every check shows something."""
     return Hurried(
         controller,
         store,
@@ -68,7 +68,7 @@ def holder(controller, *, slept, said, store=None):
     ],
 )
 def test_a_slice_without_an_answer_is_done_again(tmp_path, error):
-    """The same wake, after 2 s and then 4 s; people are told why."""
+    """The same wake, after 2 s and then 4 s; the user sees the reason."""
     slept, said, store = [], [], open_store(f"file://{tmp_path}")
     controller = Answers(error, error, DONE)
 
@@ -82,7 +82,7 @@ def test_a_slice_without_an_answer_is_done_again(tmp_path, error):
 
 @pytest.mark.parametrize("error", [BackendError("away", transient=True), StoreError("gone", transient=True)])
 def test_a_slice_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
-    """The run stays ours: a sidecar that sees the lease stand still ends its attempt."""
+    """The shell keeps the lease: a sidecar whose lease is not renewed would end its attempt."""
     store, clock = open_store(f"file://{tmp_path}"), ManualClock()
     waiting = holder(Answers(*[error] * 60, DONE), slept=[], said=[], store=store)
     began, waiting.monotonic, waiting.sleep = clock.monotonic(), clock.monotonic, clock.advance
@@ -96,7 +96,10 @@ def test_a_slice_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
 
 @pytest.mark.parametrize(("owner", "is_begun"), [("me", True), ("me", False), ("another", True)])
 def test_an_entry_without_an_answer_is_gone_on_with_once_an_attempt_is_ours(tmp_path, owner, is_begun):
-    """It may run already, and a shell that ended would leave it to its lease. Else a wrong address fails."""
+    """The attempt may already run, and a shell that ended would leave it to its lease.
+
+    Without an attempt, a wrong address fails at once.
+    """
     store, said, error = open_store(f"file://{tmp_path}"), [], BackendError("away", transient=True)
     log, begun = EventLog(store, "p"), {"generation": 1, "reason": "first start", "spec_hash": "0"}
     log.append(0, "generation", begun, actor=Actor(owner))
@@ -117,7 +120,7 @@ def test_an_entry_without_an_answer_is_gone_on_with_once_an_attempt_is_ours(tmp_
 
 
 def test_a_stop_without_an_answer_is_asked_for_again(tmp_path):
-    """Ctrl-C while the cluster does not answer: the stop is recorded, and somebody has to carry it out."""
+    """Ctrl-C while the cluster does not answer: the stop is recorded, and the shell has to complete it."""
     slept, store = [], open_store(f"file://{tmp_path}")
     answers = Answers(BackendError("away", transient=True), DONE)
 
@@ -126,13 +129,13 @@ def test_a_stop_without_an_answer_is_asked_for_again(tmp_path):
 
 
 def test_a_refusal_for_good_is_not_repeated():
-    """Forbidden stays forbidden."""
+    """Forbidden is permanent."""
     with pytest.raises(BackendError, match="forbidden"):
         holder(Answers(BackendError("forbidden", status=403)), slept=[], said=[]).hold()
 
 
 def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
-    """From the look that saw it on, for any shell that asks for the status."""
+    """From the first check that saw it, for any shell that requests the status."""
     store, backend, slept = open_store(f"file://{tmp_path}"), ScriptedBackend(), []
     allocation = Allocation(cpu_offer(1), nodes=2)
     handle = backend.submit(AttemptRequest(store.url, "p", "dag.train", 1, 1, allocation, ("true",)))
@@ -152,11 +155,11 @@ def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
 
 
 class TestFullStore:
-    """A store that refuses to be written while a shell waits (F6)."""
+    """A store that refuses writes while a shell waits (F6)."""
 
     @pytest.fixture
     def full(self, tmp_path):
-        """A watched attempt whose store refuses every write; what the shell was told of it."""
+        """A watched attempt whose store refuses every write, and the messages that the shell got."""
         store, backend, clock = (
             FaultyStore(open_store(f"file://{tmp_path}")),
             ScriptedBackend(),
@@ -180,7 +183,7 @@ class TestFullStore:
         return waiting, Waiting(Watching(0, 1, 1, handle=handle.to_dict()), "runs"), backend, handle, told
 
     def test_the_end_of_the_training_is_still_seen_and_the_error_told(self, full):
-        """The lease cannot be renewed, and what else can be seen is."""
+        """The lease cannot be renewed; everything else is still observed."""
         waiting, watching, backend, handle, told = full
         backend.end(handle)
 
@@ -189,7 +192,7 @@ class TestFullStore:
         assert waiting._wait(watching).kind == "status"
 
     def test_it_is_told_at_once_and_given_up_after_an_hour(self, full):
-        """It never hangs without a word."""
+        """The shell never hangs without a message."""
         waiting, watching, _, _, told = full
 
         with pytest.raises(StoreError, match="No space left on device"):

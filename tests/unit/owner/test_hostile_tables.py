@@ -1,4 +1,4 @@
-"""Tables of a deadline that somebody else wrote: bounded in size, checked, and else as if there were none."""
+"""Deadline tables that another process wrote: bounded in size and checked; a bad one is ignored."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ JOB = SpotJob(ticks=10, gap_s=600.0, work_s=0.0, overhead_s=60.0, on_demand_usd=
 
 
 def packed(ticks, slack, regimes, costs):
-    """As a table is written, whatever is in it."""
+    """Return a table file of these values, which may be invalid."""
     head = struct.pack("<III", len(ticks), len(slack), regimes)
     knots = struct.pack(f"<{len(ticks)}I{len(slack)}d", *ticks, *slack)
     return zlib.compress(head + knots + array("f", costs).tobytes())
 
 
 def costs(count, value=1.0):
-    """For *count* pairs of knots and one regime."""
+    """Return costs for *count* pairs of knots and one regime."""
     return [value] * (count * _ROW)
 
 
@@ -40,7 +40,7 @@ ON_DEMAND, SPOT = Allocation(DEMAND), Allocation(replace(DEMAND, capacity_type="
 
 
 def is_decided_by(world, name):
-    """Whether a check on demand, with hours to spare, goes by the table of that name."""
+    """Return whether a check on demand, with hours to spare, uses the table of that name."""
     seen = Observation(
         ON_DEMAND,
         (SPOT,),
@@ -74,7 +74,7 @@ def is_decided_by(world, name):
     ids=range(13),
 )
 def test_what_is_no_table_is_none(world, data):
-    """Torn, empty, not rising, NaN, or of sizes that nothing could hold."""
+    """Torn, empty, not rising, NaN, or of sizes that cannot be stored."""
     name = f"tables/deadline-{hashlib.sha256(data).hexdigest()[:16]}.bin"
     world.store.write(f"{world.prefix}/{name}", data)
 
@@ -82,7 +82,7 @@ def test_what_is_no_table_is_none(world, data):
 
 
 def test_a_table_that_unpacks_without_end_takes_no_memory(monkeypatch):
-    """A megabyte in the store that would be a gigabyte."""
+    """A megabyte in the store would unpack to a gigabyte."""
     monkeypatch.setattr("envscaler_airflow.scaling.deadline.tables.MAX_UNPACKED", 1 << 20)
     bomb = zlib.compress(bytes(1 << 26), 9)
     tracemalloc.start()
@@ -95,7 +95,7 @@ def test_a_table_that_unpacks_without_end_takes_no_memory(monkeypatch):
 
 
 def test_a_table_under_another_s_name_is_none(world):
-    """Its name is its hash: a changed one is not looked up."""
+    """The name is the hash: a changed table is not used."""
     name = "tables/deadline-0123456789abcdef.bin"
     world.store.write(f"{world.prefix}/{name}", GOOD)
 
@@ -104,7 +104,7 @@ def test_a_table_under_another_s_name_is_none(world):
 
 @pytest.mark.parametrize("name", ["../../x", "tables/deadline-x.bin", "x" * 3000, "", "/etc/passwd"])
 def test_the_file_that_names_the_table_names_nothing_else(world, name):
-    """No path, and no text without end in every recorded check."""
+    """Neither a path nor an endless text gets into every recorded check."""
     body = {"schema": SCHEMA, "table": name, "job": JOB.to_dict()}
     world.store.write(f"{world.prefix}/tables/deadline.json", json.dumps(body).encode())
 
@@ -112,7 +112,7 @@ def test_the_file_that_names_the_table_names_nothing_else(world, name):
 
 
 def test_the_good_one_is_read(world):
-    """What the others above are held against."""
+    """The valid table that the invalid ones above are compared with."""
     name = f"tables/deadline-{hashlib.sha256(GOOD).hexdigest()[:16]}.bin"
     world.store.write(f"{world.prefix}/{name}", GOOD)
 

@@ -1,4 +1,4 @@
-"""What the training's side can write, and what it must never do to the owner."""
+"""What the training's side can write, and what that must never do to the owner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
 
 
 def write_status(world, text):
-    """Let node 0 of the live attempt write *text*, which may be anything."""
+    """Write *text*, which may be anything, as the status of node 0 of the running attempt."""
     live = world.state.live
     world.store.write(f"{world.prefix}/{status_name(live.generation, live.number, 0)}", text)
 
@@ -31,7 +31,7 @@ def write_status(world, text):
     ],
 )
 def test_numbers_that_cannot_be_true_are_unknown_and_the_run_is_delivered(world, field):
-    """A bill, a report and a judgement are made of what is left."""
+    """Bill, report and decision use what remains."""
     owner = world.controller()
     owner.enter()
     head = '{"schema":"1.0","sequence":1,"phase":"ended","ended":{"exit_code":0,"reason":"succeeded"}'
@@ -61,7 +61,7 @@ def test_numbers_that_cannot_be_true_are_unknown_and_the_run_is_delivered(world,
     ],
 )
 def test_a_status_that_is_no_status_is_no_news(world, text):
-    """Neither read nor raised: the watch goes on."""
+    """It is neither read nor raised: the watch continues."""
     waiting = world.controller().enter()
     write_status(world, text)
 
@@ -85,7 +85,7 @@ def test_last_lines_in_any_script_fit_into_the_event_of_the_end(world, letter):
 
 
 def test_one_line_that_is_too_long_alone_is_cut():
-    """Its beginning says more than nothing."""
+    """Its beginning tells more than nothing."""
     (line,) = shortened({"last_lines": ["😀" * 100_000]})["last_lines"]
 
     assert line.startswith("😀" * 1000)
@@ -97,7 +97,7 @@ def test_one_line_that_is_too_long_alone_is_cut():
     [(3, 8, True), (8, 8, True), (9, 8, False), (-1, 8, False), (1, -8, False), (1, 2**60, False)],
 )
 def test_bytes_that_no_transfer_can_have_are_unknown(world, done, total, is_shown):
-    """More than there are, fewer than none, more than any disk holds; the rest of the status counts (F6)."""
+    """More than there are, less than zero, more than any disk has; the rest of the status counts (F6)."""
     waiting = world.controller().enter()
     moving = Transfer("uploading", "checkpoint 440", done, total)
     write_status(world, Status(generation=1, attempt=1, phase="running", transfer=moving).to_json())
@@ -118,7 +118,7 @@ def test_what_is_believable_stays_as_it_is():
 
 
 def test_the_uri_of_an_output_is_the_owners_and_never_what_a_node_says(world):
-    """Neither a file of the next stage's machine nor a name that the spec does not declare."""
+    """Neither a file on the next stage's machine nor a name that the spec does not declare."""
     owner = world.controller()
     owner.enter()
     outputs = {"model": "file:///etc", "other": "file:///root"}
@@ -131,7 +131,7 @@ def test_the_uri_of_an_output_is_the_owners_and_never_what_a_node_says(world):
 
 
 def test_a_checkpoint_whose_manifest_is_a_link_is_none_and_the_next_attempt_starts(world, tmp_path):
-    """A training that can reach the store puts anything into its own prefix."""
+    """A training that can reach the store can put anything into its own prefix."""
     owner = world.controller()
     owner.enter()
     good = world.save(10)

@@ -1,4 +1,4 @@
-"""A running attempt is changed in place, else by the next one; and a worker dies at every step of it."""
+"""The owner changes a running attempt in place, or starts the next one; a worker dies at every step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ scaling: {policy: vertical, cooldown: 10s, stabilization: 1s}
 
 @pytest.fixture
 def world(new_world):
-    """A run that has not begun, on machines that can be changed."""
+    """A run that has not begun, on machines that can be resized."""
     return new_world((SMALL, LARGE, OTHER), spec=SPEC, backend=ElasticBackend)
 
 
 def started(world, *, lives=None):
-    """An owner with a running attempt on the smallest slice."""
+    """An owner with a running attempt on the smallest share."""
     owner = world.controller(lives=lives, value_of_hour=0.0)
     owner.enter()
     world.say(elapsed_s=60.0)
@@ -47,12 +47,12 @@ def started(world, *, lives=None):
 
 
 def types(world):
-    """Types of the events so far."""
+    """Return the types of the events so far."""
     return [event.type for event in world.log.read()]
 
 
 def test_more_memory_is_had_without_a_restart(world):
-    """A slice of 8 GiB under a limit of 6 GiB: 2 CPUs and 6 GiB, and the attempt goes on."""
+    """A share of 8 GiB under a limit of 6 GiB: 2 CPUs and 6 GiB, and the attempt keeps running."""
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
 
@@ -67,7 +67,7 @@ def test_more_memory_is_had_without_a_restart(world):
 
 
 def test_the_next_attempt_keeps_what_was_changed(world, monkeypatch):
-    """After a loss it asks for 2 CPUs and 6 GiB at once, though the spec still says 1 and 1."""
+    """After a loss it requests 2 CPUs and 6 GiB at once, though the spec still has 1 and 1."""
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
     owner.resume(Wake("request"))
@@ -87,7 +87,7 @@ def test_the_next_attempt_keeps_what_was_changed(world, monkeypatch):
 
 
 def test_memory_that_ran_out_is_raised_also_where_it_was_changed(world):
-    """6 GiB in a slice of 8 were too few: the next attempt has all 8, though the spec's limit is 6."""
+    """6 GiB in a share of 8 were too few: the next attempt has all 8, though the spec's limit is 6."""
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
     owner.resume(Wake("request"))
@@ -101,7 +101,7 @@ def test_memory_that_ran_out_is_raised_also_where_it_was_changed(world):
 
 
 def test_a_larger_slice_takes_no_memory_away_that_ran_out_before(new_world):
-    """Raised to 9 GiB, beyond the spec's 6: four CPUs come with those 9, and not with 6."""
+    """Raised to 9 GiB, beyond the spec's 6: four CPUs come with those 9, not with 6."""
     small = replace(LARGE, memory_gib=12)
     larger = replace(SMALL, instance_type="node:cpu-4", vcpus=4, memory_gib=16, usd_per_hour=4.0)
     world = new_world((small, larger), spec=SPEC, backend=ElasticBackend)
@@ -121,7 +121,7 @@ def test_a_larger_slice_takes_no_memory_away_that_ran_out_before(new_world):
 
 
 def test_each_hour_is_paid_at_its_own_price(world):
-    """An hour at $1, changed in place, an hour at $2: $3, and the steps of each are told apart."""
+    """An hour at $1, changed in place, an hour at $2: $3. The report lists the steps of each period."""
     owner = started(world)
     world.say(step=100, elapsed_s=3600.0)
     world.clock.advance(3600)
@@ -144,7 +144,7 @@ def test_each_hour_is_paid_at_its_own_price(world):
 
 @pytest.mark.parametrize("answer", ["deferred", "infeasible"])
 def test_what_the_node_has_no_room_for_is_left_to_the_next_attempt(world, answer):
-    """The attempt saves and goes, and the next one is as large as asked."""
+    """The attempt saves and stops, and the next one has the requested size."""
     world.backend.answers = [answer]
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
@@ -161,7 +161,7 @@ def test_what_the_node_has_no_room_for_is_left_to_the_next_attempt(world, answer
 
 
 def test_a_change_that_takes_long_is_awaited_and_then_left_to_the_next_attempt(world):
-    """The watcher asks how far it is; ten minutes later it is a move."""
+    """The watcher checks its progress; ten minutes later it becomes a move."""
     world.backend.answers = ["going"]
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
@@ -179,7 +179,7 @@ def test_a_change_that_takes_long_is_awaited_and_then_left_to_the_next_attempt(w
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_what_is_asked_to_go_when_a_change_takes_too_long_has_its_own_time(world, is_stopped):
-    """The ten minutes were the change's: the attempt is not killed before it can save."""
+    """The ten minutes belonged to the change: the attempt is not killed before it can save."""
     world.backend.answers = ["going"]
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
@@ -187,7 +187,7 @@ def test_what_is_asked_to_go_when_a_change_takes_too_long_has_its_own_time(world
     watch.poll()
     world.clock.advance(600)
     wake = watch.poll()
-    if is_stopped:  # it came in the same moment
+    if is_stopped:  # it came at the same moment
         request_stop(world.store, world.prefix, reason="enough", by="t")
 
     waiting = owner.resume(wake)
@@ -212,7 +212,7 @@ def test_the_owner_is_woken_when_a_change_is_over(world):
 
 
 def test_another_machine_is_no_change_in_place(world):
-    """As large, but of another kind: the attempt must go there."""
+    """As large, but of another kind: the attempt must move there."""
     owner = started(world)
     world.ask_move(target=Allocation(OTHER))
 
@@ -223,7 +223,7 @@ def test_another_machine_is_no_change_in_place(world):
 
 
 def test_more_cpus_for_another_policy_are_a_restart(new_world):
-    """The training chose its threads at the start: only a new one uses more."""
+    """The training chose its thread count at the start: only a restart uses more."""
     spec = SPEC.replace("policy: vertical", "policy: cost-to-finish")
     world = new_world((SMALL, LARGE), spec=spec, backend=ElasticBackend)
     owner = started(world)
@@ -246,7 +246,7 @@ def test_a_backend_that_cannot_is_not_asked(new_world):
 
 
 def test_less_is_had_at_the_next_start_and_stops_nothing(world):
-    """The vertical policy lowers: the attempt runs on, and the one after a loss is small."""
+    """The vertical policy lowers: the attempt keeps running, and the one after a loss is smaller."""
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
     owner.resume(Wake("request"))
@@ -265,7 +265,7 @@ def test_less_is_had_at_the_next_start_and_stops_nothing(world):
 
 
 def test_an_elastic_training_gets_nodes_while_it_runs(world):
-    """Two nodes more come into the same attempt, and its handle has them from then on."""
+    """Two more nodes join the same attempt, and its handle lists them from then on."""
     owner = started(world)
     world.ask_move(target=Allocation(SMALL, 3))
 
@@ -278,7 +278,7 @@ def test_an_elastic_training_gets_nodes_while_it_runs(world):
 
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_what_would_begin_anew_on_other_nodes_saves_and_is_moved(world, checkpoint):
-    """On several nodes a Session that torchrun starts again goes back to where the attempt began."""
+    """On several nodes a Session that torchrun restarts would fall back to where the attempt began."""
     owner = started(world)
     world.say(step=500, elapsed_s=3600.0, save_s=0.0, checkpoint=world.save(400) if checkpoint else None)
     world.ask_move(target=Allocation(SMALL, 2))
@@ -291,7 +291,7 @@ def test_what_would_begin_anew_on_other_nodes_saves_and_is_moved(world, checkpoi
 
 
 def test_nodes_that_do_not_come_leave_the_training_as_it_was(world):
-    """None to be had for the second node: the attempt has one again, and no restart."""
+    """No capacity for the second node: the attempt has one node again, without a restart."""
     world.backend.new_nodes = NodeStatus(0, "pending", reason="capacity", detail="0/3 nodes are free")
     owner = started(world)
     world.ask_move(target=Allocation(SMALL, 2))
@@ -313,7 +313,7 @@ def test_nodes_that_do_not_come_leave_the_training_as_it_was(world):
     ],
 )
 def test_a_backend_that_refuses_more_nodes_is_believed(world, error, event):
-    """Full now: nothing is changed. Never: the next attempt gets them."""
+    """Full now: nothing changes. Never possible: the next attempt gets them."""
     world.backend.fail_next("rescale", error)
     owner = started(world)
     world.ask_move(target=Allocation(SMALL, 2))
@@ -325,7 +325,7 @@ def test_a_backend_that_refuses_more_nodes_is_believed(world, error, event):
 
 @pytest.mark.parametrize("error", [CapacityError("full"), BackendError("gone", status=404)])
 def test_a_change_that_cannot_be_undone_is_left_to_the_next_attempt(world, monkeypatch, error):
-    """Neither as asked nor as it was: the owner goes on, and the attempt makes room for another."""
+    """Neither the new nor the old size: the owner continues, and the attempt drains for the next one."""
     world.backend.new_nodes = NodeStatus(0, "pending", reason="capacity", detail="0/3 nodes are free")
     owner = started(world)
     world.ask_move(target=Allocation(SMALL, 2))
@@ -346,7 +346,7 @@ def test_a_change_that_cannot_be_undone_is_left_to_the_next_attempt(world, monke
 
 
 def test_new_nodes_are_awaited(world):
-    """They start; the watcher looks at all of them and wakes the owner when they run."""
+    """They start; the watcher checks all of them and wakes the owner when they run."""
     world.backend.new_nodes = NodeStatus(0, "starting")
     owner = started(world)
     world.ask_move(target=Allocation(SMALL, 2))
@@ -363,7 +363,7 @@ def test_new_nodes_are_awaited(world):
 
 
 def test_a_stop_does_not_wait_for_a_change(world):
-    """The user asks while the machine is being resized: the attempt saves and goes, and nothing else."""
+    """The user stops the run while the machine is being resized: the attempt saves and stops."""
     world.backend.answers = ["going"]
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
@@ -377,7 +377,7 @@ def test_a_stop_does_not_wait_for_a_change(world):
 
 
 def test_nodes_that_were_on_their_way_at_a_stop_have_to_go_too(world):
-    """Two nodes come while the user stops the run: it is over when they are, and no orphan is left."""
+    """Two nodes are starting when the user stops the run: it is over when they are, and no orphan is left."""
     world.backend.new_nodes = NodeStatus(0, "starting")
     owner = started(world)
     world.ask_move(target=Allocation(SMALL, 3))
@@ -412,7 +412,7 @@ def test_a_move_that_is_asked_for_during_a_change_is_refused(world):
 
 
 def test_a_machine_that_is_lost_during_a_change_ends_the_attempt(world):
-    """The next attempt begins on what was held, since the change was never seen done."""
+    """The next attempt begins with the resources before the change, since no one saw the change complete."""
     world.backend.answers = ["going"]
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
@@ -435,7 +435,7 @@ MIXED = Allocation(SMALL, 2, rest=replace(SMALL, capacity_type="spot", usd_per_h
 
 
 def _changed_once(target):
-    """Ask once, and succeed when the attempt has it."""
+    """Request one change, and succeed when the attempt has it."""
 
     def script(world):
         live = world.state.live
@@ -484,7 +484,7 @@ def _checked(world, got, target):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("dies_at", range(1, RESIZE_CALLS + 1))
 def test_a_worker_that_dies_during_a_resize_leaves_a_run_that_goes_on(world, dies_at, after):
-    """One attempt, changed in place, whoever finishes it."""
+    """One attempt, changed in place, also when another worker finishes the change."""
     world.backend.answers = ["going", "done"]
     lives = {"calls": 0, "dies_at": dies_at, "after": after}
 
@@ -498,7 +498,7 @@ def test_a_worker_that_dies_during_a_resize_leaves_a_run_that_goes_on(world, die
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("dies_at", range(1, RESCALE_CALLS + 1))
 def test_a_worker_that_dies_during_a_rescale_leaves_a_run_that_goes_on(world, dies_at, after):
-    """One attempt with three nodes in the end, and never a fourth."""
+    """One attempt with three nodes in the end, never with four."""
     lives = {"calls": 0, "dies_at": dies_at, "after": after}
 
     got = _play(world, lives, _changed_once(Allocation(SMALL, 3)))
@@ -540,7 +540,7 @@ def test_the_deaths_above_cover_every_call(new_world, tmp_path):
 
 
 def test_a_change_in_place_is_a_move_to_the_policy(world):
-    """Cool-down and count hold after it, and a change under way is one action at a time."""
+    """Cool-down and count apply after it, and a change under way counts as the one action."""
     world.backend.answers = ["going", "done"]
     owner = started(world)
     observer = Observer(

@@ -1,4 +1,4 @@
-"""An intent is carried out, or given up: whatever comes between it and the start, it never stays open."""
+"""The owner carries out or abandons each intent: no event before the start leaves it open."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def begun(world):
 
 
 def methods(world):
-    """What the backend was called for."""
+    """Return the names of the backend calls."""
     return [method for method, _ in world.backend.calls]
 
 
 def types(world):
-    """What was written."""
+    """Return the types of the written events."""
     return [event.type for event in world.log.read()]
 
 
@@ -48,7 +48,7 @@ def test_a_start_that_the_spec_makes_impossible_ends_the_run(world):
 
 
 def test_a_clear_after_such_a_start_tries_the_same_offer_again(world):
-    """The user mended what was wrong; the offer was never asked for (A4)."""
+    """The user fixed the spec; the offer was never requested (A4)."""
     world.backend.fail_next("submit", SpecError("env KEY: secret:a/b: there is no such secret"))
     with pytest.raises(RunFailedError):
         world.controller().enter()
@@ -60,7 +60,7 @@ def test_a_clear_after_such_a_start_tries_the_same_offer_again(world):
 
 
 def test_a_start_that_fails_after_it_took_place_is_adopted(begun):
-    """An earlier execution had started the attempt; it trains, whatever is wrong with the spec now (A4)."""
+    """An earlier execution had started the attempt; it trains, even if the spec is wrong now (A4)."""
     begun.backend.fail_next("submit", KeyboardInterrupt(), after=True)
     with pytest.raises(KeyboardInterrupt):
         begun.controller().enter()
@@ -85,7 +85,7 @@ def test_a_run_that_no_attempt_can_be_chosen_for_has_failed(new_world):
 
 
 def test_a_stop_is_answered_before_an_intent_is_carried_out(begun):
-    """Cancelled between the intent and the start: no machine is started for it (A4)."""
+    """Cancelled between the intent and the start: the owner starts no machine for it (A4)."""
     request_stop(begun.store, begun.prefix, reason="cancelled", by="me")
 
     with pytest.raises(StoppedError, match="cancelled"):
@@ -98,7 +98,7 @@ def test_a_stop_is_answered_before_an_intent_is_carried_out(begun):
 
 
 def test_a_timeout_is_answered_before_an_intent_is_carried_out(begun):
-    """The task's time was over before its machine was asked for (A4)."""
+    """The task's time was over before the owner requested its machine (A4)."""
     owner = begun.controller()
     body = {"reason": "the deferral timed out", "by": "ti", "why": "timeout"}
     begun.log.append_request("stop-requested", body, actor=None)
@@ -131,7 +131,7 @@ def test_a_start_that_nobody_recorded_is_stopped_and_billed(begun):
 
 
 def test_an_intent_of_a_deleted_dag_run_is_given_up(begun):
-    """The new DAG run starts its own; no machine is paid for the old one (A4)."""
+    """The new DAG run starts its own attempt; no one pays for a machine of the old one (A4)."""
     begun.recreate_dag_run()
 
     begun.controller().enter()
@@ -152,7 +152,7 @@ def test_an_intent_with_another_spec_is_given_up_after_a_clear(begun):
 
 
 def test_a_late_start_of_what_was_given_up_finds_that_it_must_not_train(begun):
-    """An owner that slept in its call to the backend starts it after all: the control says so (A4)."""
+    """An owner that hung in its backend call starts it after all: its control says to stop (A4)."""
     request_stop(begun.store, begun.prefix, reason="cancelled", by="me")
     with pytest.raises(StoppedError):
         begun.controller().enter()
@@ -189,7 +189,7 @@ def test_a_start_that_nobody_recorded_is_closed(begun):
 
 
 def test_a_run_that_was_being_moved_when_its_task_ended_is_stopped(world):
-    """The attempt leaves for another machine; the next one never starts, and the run has its end (D6)."""
+    """The attempt drains for a move; the next one never starts, and the run has its end (D6)."""
     owner = world.controller()
     owner.enter()
     world.say(elapsed_s=60.0)

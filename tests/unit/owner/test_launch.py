@@ -1,4 +1,4 @@
-"""The command and the batch of an attempt, for as many nodes as it has."""
+"""The command and the batch size of an attempt, for its number of nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = RunKey("deployment", "dag", "run", "train")
 
 
 def stage(*, nodes="1..2", **distributed):
-    """A stage of one process a node."""
+    """A stage with one process per node."""
     body = {
         "version": "v1",
         "name": "s",
@@ -31,7 +31,7 @@ def stage(*, nodes="1..2", **distributed):
 
 
 def asked(tmp_path, spec, nodes, made=None):
-    """The request of an attempt on *nodes* nodes."""
+    """Return the request of an attempt on *nodes* nodes."""
     store = open_store(f"file://{tmp_path}")
     frozen = freeze.freeze(spec, store)
     freeze.write(store, KEY, frozen)
@@ -42,7 +42,7 @@ def asked(tmp_path, spec, nodes, made=None):
 
 
 def test_a_launch_names_the_frozen_spec_that_it_was_made_from(tmp_path):
-    """The sidecar reads that file, whatever is written beside it (A2)."""
+    """The sidecar reads that file, no matter which other files are beside it (A2)."""
     spec = stage(launcher="torchrun", global_batch=2)
 
     request = asked(tmp_path, spec, 1)
@@ -81,7 +81,7 @@ def test_a_launch_carries_how_its_sidecar_opens_the_store(tmp_path):
 def test_an_attempt_is_launched_for_its_nodes_and_keeps_the_global_batch(
     tmp_path, nodes, command, accumulation
 ):
-    """64 samples a step: 32 x 2 passes on one node, 32 x 1 on each of two."""
+    """A step has 64 samples: 32 x 2 passes on one node, 32 x 1 on each of two."""
     got = asked(tmp_path, stage(global_batch=64), nodes)
 
     assert got.command == command
@@ -93,7 +93,7 @@ def test_an_attempt_is_launched_for_its_nodes_and_keeps_the_global_batch(
 
 
 def test_a_launcher_that_numbers_no_nodes_is_told_the_number_by_the_node(tmp_path):
-    """Accelerate takes host, port and rank apart."""
+    """Accelerate takes host, port and rank as separate arguments."""
     got = asked(tmp_path, stage(launcher="accelerate"), 2)
 
     assert got.command == (
@@ -104,11 +104,11 @@ def test_a_launcher_that_numbers_no_nodes_is_told_the_number_by_the_node(tmp_pat
 
 
 def test_a_stage_that_launches_itself_is_left_alone(tmp_path):
-    """No launcher: the entrypoint as it is written."""
+    """No launcher: the entrypoint is unchanged."""
     assert asked(tmp_path, stage(launcher="none"), 2).command == ("python", "train.py")
 
 
 def test_a_batch_that_no_size_could_keep_is_refused_before_anything_starts(tmp_path):
-    """65 samples do not divide over two nodes."""
+    """Two nodes cannot share 65 samples evenly."""
     with pytest.raises(SpecError, match=r"65 cannot be kept with 2 nodes \(2 copies\); write 130"):
         freeze.freeze(stage(global_batch=65), open_store(f"file://{tmp_path}"))

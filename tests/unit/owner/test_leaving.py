@@ -1,4 +1,4 @@
-"""Which nodes go when there are to be fewer, and why."""
+"""Which nodes the owner drains when it shrinks an attempt, and why."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ scaling: {min_nodes: 1, max_nodes: 4, cooldown: 1s}
     ],
 )
 def test_one_goes(allocation, facts, leaving):
-    """Marked, else spot, else slowest, else the last; the reason says which."""
+    """Marked, else spot, else slowest, else the last; the reason names the rule."""
     assert who_leaves(allocation, 1, **facts) == (leaving,)
 
 
@@ -54,7 +54,7 @@ def test_one_goes(allocation, facts, leaving):
     step_s=st.dictionaries(st.integers(0, 8), st.floats(0.1, 9.0)),
 )  # fmt: skip
 def test_rank_zero_never_goes_and_each_goes_once(nodes, data, marked, step_s):
-    """Whatever is marked or slow."""
+    """Marks and speed do not change that."""
     count = data.draw(st.integers(0, nodes - 1))
 
     got = [
@@ -66,7 +66,7 @@ def test_rank_zero_never_goes_and_each_goes_once(nodes, data, marked, step_s):
 
 
 def shrunk(new_world, *, slow, marked=frozenset()):
-    """The owner's answer to a move from four nodes to three."""
+    """Return the owner's answer to a move from four nodes to three."""
     world = new_world((DEMAND,), spec=SPEC.replace("num_nodes: 1..4", "num_nodes: 4"), backend=ElasticBackend)
     world.backend.marked = marked
     owner = world.controller(value_of_hour=0.0)
@@ -83,7 +83,7 @@ def shrunk(new_world, *, slow, marked=frozenset()):
 
 @pytest.mark.parametrize(("slow", "event"), [(2, "move-accepted"), (3, "change-intended")])
 def test_who_leaves_is_recorded_and_only_the_last_go_in_place(new_world, slow, event):
-    """The slowest of four goes: the last one by a change in place, another one by a next attempt."""
+    """The slowest of four drains: the last one by a change in place, any other one by a next attempt."""
     answer = shrunk(new_world, slow=slow)
 
     assert answer.type == event
@@ -91,7 +91,7 @@ def test_who_leaves_is_recorded_and_only_the_last_go_in_place(new_world, slow, e
 
 
 def test_a_node_that_somebody_marked_goes_before_the_slowest(new_world):
-    """The backend tells of the mark."""
+    """The backend reports the mark."""
     answer = shrunk(new_world, slow=2, marked=frozenset({3}))
 
     assert answer.type == "change-intended"

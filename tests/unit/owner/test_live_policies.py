@@ -1,4 +1,4 @@
-"""Policies on a real run: those of other packages too, only recommending, and told in words."""
+"""Policies on a real run: third-party ones, recommend-only, and explained in words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ scaling: {{policy: {policy}, warmup: 1s, stabilization: 1s, cooldown: 1s, min_ep
 
 
 def largest(observation: Observation, policy: Policy) -> Proposal:
-    """What another package might bring: always the largest machine."""
+    """What another package might provide: always the largest machine."""
     del policy
     target = max(observation.candidates, key=lambda item: item.offer.vcpus)
     return Proposal((Want(target, "bigger is better"),), numbers={"mood": "bold"})
@@ -38,14 +38,14 @@ def largest(observation: Observation, policy: Policy) -> Proposal:
 
 @pytest.fixture
 def brought(monkeypatch):
-    """A package that brings the policy ``largest``."""
+    """A package that provides the policy ``largest``."""
     with forgotten():
         bring_propose(monkeypatch, largest=largest)
         yield
 
 
 def looked(world, *, looks=4):
-    """The last check of a sensor that looks every minute."""
+    """Return the last check of a sensor that checks every minute."""
     observer = Observer(
         store=world.store, prefix=world.prefix, backend=world.backend,
         candidates=(Allocation(SMALL), Allocation(LARGE)),
@@ -62,7 +62,7 @@ def looked(world, *, looks=4):
 
 
 def running(new_world, policy, more=""):
-    """A world in which the first attempt runs on the small slice."""
+    """A world in which the first attempt runs on the small share."""
     spec = SPEC.format(policy=policy, more=more)
     world = new_world((SMALL, LARGE), spec=spec, backend=ElasticBackend)
     world.controller(value_of_hour=0.0).enter()
@@ -70,7 +70,7 @@ def running(new_world, policy, more=""):
 
 
 def test_a_policy_of_another_package_decides_on_a_real_run(new_world, brought):
-    """Found by its entry point, behind our guards; its own numbers are recorded and told."""
+    """Found by its entry point, behind our guards; its own numbers are recorded and explained."""
     world = running(new_world, "largest")
 
     check = looked(world)
@@ -81,7 +81,7 @@ def test_a_policy_of_another_package_decides_on_a_real_run(new_world, brought):
 
 
 def test_the_owner_validates_by_the_same_policy(new_world, brought):
-    """The sensor's request of a policy that only another package has is judged by that."""
+    """The owner uses the same third-party policy to judge the sensor's request."""
     world = running(new_world, "largest")
     check = looked(world)
     from_check = {"reason": check.decision.reason, "check": check.to_dict()}
@@ -97,7 +97,7 @@ def test_the_owner_validates_by_the_same_policy(new_world, brought):
 
 
 def test_a_move_out_of_a_thousand_places_is_asked_for_and_judged(new_world, brought):
-    """No event could hold them all; what the owner needs and what people read of the target stand in it."""
+    """No event could contain them all; it has what the owner needs and what users read about the target."""
     world = running(new_world, "largest")
     check = looked(world)
     places = tuple(replace(check.decision.target, nodes=nodes) for nodes in range(1, 1001))
@@ -123,7 +123,7 @@ def test_a_move_out_of_a_thousand_places_is_asked_for_and_judged(new_world, brou
 
 
 def test_only_recommending_records_every_number_and_asks_nobody(new_world, brought):
-    """``recommend_only``: the decision is there to read, and the owner refuses such a move."""
+    """``recommend_only``: the decision is recorded, and the owner refuses such a move."""
     world = running(new_world, "largest", ", recommend_only: true")
     check = looked(world)
     world.log.append_request(
@@ -148,7 +148,7 @@ def test_only_recommending_records_every_number_and_asks_nobody(new_world, broug
     ("free", "event"), [(2, "move-accepted"), (1, "move-refused"), (None, "move-accepted")]
 )
 def test_growing_takes_only_what_is_free_when_it_is_validated(new_world, free, event):
-    """Two nodes more: two free ones are enough, one is not, and unknown is no bar."""
+    """Two more nodes: two free ones are enough, one is not, and an unknown number does not block the move."""
     world = running(new_world, "cost-to-finish")
     world.say(elapsed_s=60.0)
     world.backend.free = {} if free is None else {SMALL.name: free}
@@ -164,7 +164,7 @@ def test_growing_takes_only_what_is_free_when_it_is_validated(new_world, free, e
 
 @pytest.mark.parametrize(("free", "event"), [(1, "move-accepted"), (0, "move-refused")])
 def test_no_training_is_stopped_for_a_place_without_room(new_world, free, event):
-    """A larger machine, of which none is free: refused, though a person asked (F10)."""
+    """A larger machine, of which none is free: refused, even if the user requested it (F10)."""
     world = running(new_world, "cost-to-finish")
     world.say(elapsed_s=60.0)
     world.backend.free = {LARGE.name: free}
@@ -212,7 +212,7 @@ def test_no_training_is_stopped_for_a_place_without_room(new_world, free, event)
     ],
 )
 def test_every_policy_s_numbers_are_told_in_words(numbers, words):
-    """A person reads why, not a dictionary."""
+    """A user reads the reason, not a dictionary."""
     here = Allocation(SMALL)
     check = Check(Observation(here), Policy(), Decision("keep", here, "why", "p", numbers))
 

@@ -1,4 +1,4 @@
-"""How often spot is lost, and how often to save against it."""
+"""How often spot is lost, and how often to save because of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ checkpoint: {every: 1h}
 
 
 def lived(hours, outcome="lost", *, offer=SPOT, nodes=1, **ended):
-    """An attempt that was held for so long."""
+    """Return an attempt that ran for this long."""
     return AttemptState(
         1, 1, Allocation(offer, nodes), phase="ended", started_at=0.0, ended_at=hours * 3600.0,
         ended={"outcome": outcome, **ended},
@@ -38,12 +38,12 @@ def lived(hours, outcome="lost", *, offer=SPOT, nodes=1, **ended):
 
 
 def run_of(*attempts):
-    """A run with these attempts."""
+    """Return a run with these attempts."""
     return RunState(generation=1, attempts=attempts)
 
 
 def stage(every="1h"):
-    """A stage that saves so often."""
+    """Return a stage with this checkpoint interval."""
     return EnvSpec.from_dict({"version": "v1", "name": "s", "checkpoint": {"every": every}})
 
 
@@ -59,7 +59,7 @@ def stage(every="1h"):
     ],
 )
 def test_losses_are_counted_over_node_hours_on_spot(attempts, seen):
-    """Beside ten hours at the fitted rate; on-demand and ends of another kind count for nothing."""
+    """In addition to ten hours at the fitted rate; on-demand and other outcomes do not count."""
     lost, hours = seen
 
     got = losses.losses_per_hour(run_of(*attempts), now=0.0)
@@ -68,7 +68,7 @@ def test_losses_are_counted_over_node_hours_on_spot(attempts, seen):
 
 
 def test_only_spot_is_interrupted():
-    """On-demand stays, as far as anybody knows."""
+    """On-demand is not interrupted, as far as is known."""
     assert losses.interruptions((DEMAND, SPOT), 0.2) == {SPOT.name: 0.2}
 
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_costs_what_training_stood_still(ended, save_s):
 
 
 def test_the_interval_is_daly_s():
-    """36 s for a save, and what ten hours with a loss tell: about 27 minutes between two."""
+    """36 s for a save, and the rate after ten hours with a loss: about 27 minutes between two."""
     state = run_of(lived(10, checkpoint_s=36.0))
     per_hour = losses.losses_per_hour(state, now=0.0)
 
@@ -98,7 +98,7 @@ def test_the_interval_is_daly_s():
 
 
 def test_a_higher_price_than_before_shortens_it():
-    """Spot at twice what it cost this run before is more likely to go."""
+    """Spot at twice this run's earlier price is more likely to be interrupted."""
     state = run_of(lived(10, checkpoint_s=36.0))
     dear = Allocation(replace(SPOT, usd_per_hour=2.0))
 
@@ -127,14 +127,17 @@ def test_more_nodes_are_lost_more_often():
     ],
 )
 def test_the_spec_is_never_asked_for_less(every, allocation, ended, got):
-    """On demand, unmeasured, by steps: as it says. Never longer than it says, never under a minute."""
+    """On demand, unmeasured, or in steps: the spec's interval.
+
+    Never longer than that, never under a minute.
+    """
     state = run_of(lived(10, **ended))
 
     assert losses.checkpoint_every_s(stage(every), state, allocation, now=0.0) == got
 
 
 def test_the_next_machine_is_told_how_often_to_save(new_world):
-    """After a loss on spot: the interval stands in the event with its rate, and in the control."""
+    """After a loss on spot: the event has the interval with its rate, and so does the control."""
     world = new_world((DEMAND, SPOT), spec=SPEC)
     owner = world.controller()
     owner.enter()

@@ -1,4 +1,4 @@
-"""No crash, no silence and no long attempt spends more than was given, or for nothing."""
+"""No crash, silence or long attempt spends more than the budget, or spends it for nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ checkpoint: {every: 10m}
 
 
 def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
-    """$0.05 an hour against $0.05: a look of 30 s, a save of 20 s and a drain of 30 s fit in (A6)."""
+    """$0.05 an hour against $0.05: a check of 30 s, a save of 20 s and a drain of 30 s fit in (A6)."""
     owner = world.controller(budget_usd=0.05)
     watch = world.watch(owner.enter())
     world.say(checkpoint_s=20.0)
@@ -48,7 +48,7 @@ def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
 
 
 def test_a_cloud_that_bills_whole_minutes_is_drained_by_those(new_world):
-    """3,421 s on Lambda are 58 minutes; a look, a save, a drain and a minute more make an hour."""
+    """3,421 s on Lambda are 58 minutes; a check, a save, a drain and one more minute make an hour."""
     world = new_world((replace(cpu_offer(1, usd_per_hour=0.05), cloud="lambda"),))
     owner = world.controller(budget_usd=0.05)
     watch = world.watch(owner.enter())
@@ -65,7 +65,7 @@ def test_a_cloud_that_bills_whole_minutes_is_drained_by_those(new_world):
 
 
 def test_a_run_is_reported_and_counted_as_its_cloud_bills(new_world):
-    """61 s on Lambda at $1 an hour: two minutes, while it runs and in the report, and of its intent alone."""
+    """61 s on Lambda at $1 an hour: two minutes, while it runs, in the report, and for its intent alone."""
     world = new_world((replace(cpu_offer(1, usd_per_hour=1.0), cloud="lambda"),))
     owner = world.controller()
     owner.enter()
@@ -100,7 +100,7 @@ def test_what_earlier_attempts_cost_is_gone_from_the_budget(world):
 
 
 def test_a_triggerer_that_restarts_does_not_begin_the_bill_anew(world):
-    """The watch is made from its serialized arguments after 50 minutes; ten more and the money is gone."""
+    """The watch is restored from serialized arguments after 50 minutes; ten more and the budget is spent."""
     waiting = world.controller(budget_usd=0.05).enter()
     world.say()
     world.clock.advance(3000)
@@ -114,7 +114,7 @@ def test_a_triggerer_that_restarts_does_not_begin_the_bill_anew(world):
 
 
 def test_a_bill_that_cannot_be_read_still_ends(world):
-    """The backend does not tell the usage: the watcher's own hour counts."""
+    """The backend does not report the usage: the watcher's own hour counts."""
     watch = world.watch(world.controller(budget_usd=0.05).enter())
     for _ in range(2):
         world.backend.fail_next("usage", BackendError("down", transient=True))
@@ -127,7 +127,7 @@ def test_a_bill_that_cannot_be_read_still_ends(world):
 
 
 def test_an_end_whose_bill_is_unknown_counts_at_most_its_time_and_never_nothing(world):
-    """An hour for $0.05 that nobody metered: the report says unknown, the budget of $0.05 is spent."""
+    """An hour for $0.05 without usage data: the report says unknown, the budget of $0.05 is spent."""
     owner = world.controller(budget_usd=0.05)
     owner.enter()
     world.say(checkpoint=world.save(10))
@@ -163,7 +163,7 @@ def test_a_machine_ends_by_itself_soon_after_its_money(world, monkeypatch, budge
 
 
 def test_without_a_budget_nobody_asks_for_the_bill(world):
-    """One call to the provider less for each look."""
+    """It saves one call to the provider per check."""
     watch = world.watch(world.controller().enter())
     world.say()
     world.clock.advance(10_000)
@@ -175,7 +175,7 @@ def test_without_a_budget_nobody_asks_for_the_bill(world):
 
 
 def test_a_refusal_for_good_ends_the_run_after_five(new_world):
-    """Forbidden is not out of stock: waiting does not help, so it does not go on for ever."""
+    """Forbidden is not out of stock: waiting does not help, so the retries end."""
     world = new_world((cpu_offer(1),))
     owner = world.controller()
     for _ in range(5):
@@ -191,7 +191,7 @@ def test_a_refusal_for_good_ends_the_run_after_five(new_world):
 
 
 def test_many_looks_at_a_running_attempt_add_no_event(world):
-    """Events hold only what changes state."""
+    """Events contain only changes of state."""
     owner = world.controller()
     owner.enter()
     world.say()
@@ -211,7 +211,7 @@ def test_many_looks_at_a_running_attempt_add_no_event(world):
     ],
 )
 def test_the_drain_begins_when_the_rest_of_the_budget_is_just_enough_for_it(offer, seconds):
-    """A cent a second: a look, a save, a drain, and what the cloud bills at least (A6)."""
+    """A cent a second: a check, a save, a drain, and the cloud's minimum charge (A6)."""
     reserve = limits.reserve_usd(Allocation(offer), check_s=30.0, checkpoint_s=None)
 
     assert reserve == pytest.approx(0.01 * seconds)
@@ -228,7 +228,7 @@ def test_what_an_attempt_measured_of_itself_counts_for_its_drain():
 
 
 def test_a_trigger_that_looks_seldom_drains_earlier_and_the_owner_agrees(world):
-    """Looks of five minutes: the wake says so, and the owner acts on it (A6)."""
+    """Checks five minutes apart: the wake carries the interval, and the owner acts on it (A6)."""
     owner = world.controller(budget_usd=0.05)
     waiting = owner.enter()
     watch = Watch(
@@ -250,7 +250,7 @@ def test_a_trigger_that_looks_seldom_drains_earlier_and_the_owner_agrees(world):
 def test_an_owner_whose_own_clock_is_an_hour_off_stops_nothing_and_everything_in_time(
     new_world, monkeypatch, off_s
 ):
-    """Half the budget is left; then it is gone: by the store's time, whatever this machine's clock (A6)."""
+    """Half the budget is left; then it is spent: by the store's time, not by this machine's clock (A6)."""
     true, machines = time.time, ManualClock(time=time.time())
     monkeypatch.setattr(time, "time", lambda: true() + off_s)
     world = new_world()
@@ -272,7 +272,7 @@ def test_an_owner_whose_own_clock_is_an_hour_off_stops_nothing_and_everything_in
 
 @pytest.mark.parametrize("off_s", [3600.0, -3600.0])
 def test_a_provider_that_tells_its_own_time_is_billed_by_it_alone(off_s):
-    """The store counted 50 minutes, the provider an hour: the provider bills (A6)."""
+    """The store counted 50 minutes, the provider an hour: the bill uses the provider's time (A6)."""
     attempt = AttemptState(1, 1, Allocation(cpu_offer(1, usd_per_hour=1.0)), phase="started", started_at=1e6)
     at = 1e6 + off_s
     held = [UsageInterval(0, at, None, now=at + 3600)]
@@ -282,7 +282,7 @@ def test_a_provider_that_tells_its_own_time_is_billed_by_it_alone(off_s):
 
 @pytest.mark.parametrize("off_s", [3600.0, -3600.0])
 def test_a_machine_whose_clock_is_an_hour_off_is_neither_lost_nor_billed_wrong(world, off_s):
-    """Half an hour at $0.05 is $0.025 while it runs and after its end, and the budget of $0.03 holds."""
+    """Half an hour at $0.05 is $0.025 while it runs and after its end, within the budget of $0.03."""
     theirs = ManualClock(time=world.clock.time() + off_s)
     world.backend.clock = theirs
     owner = world.controller(budget_usd=0.03)
@@ -306,7 +306,7 @@ def test_a_machine_whose_clock_is_an_hour_off_is_neither_lost_nor_billed_wrong(w
 
 
 def test_a_budget_that_comes_later_buys_no_attempt_of_unknown_price(new_world, caplog):
-    """Cleared with a budget: what runs goes on, and is said to be beyond it; nothing new is begun."""
+    """Cleared with a budget: the attempt continues with a warning about the budget; no new one starts."""
     world = new_world((replace(cpu_offer(1), usd_per_hour=None),))
     world.controller().enter()
     world.say(checkpoint=world.save(10))
@@ -326,7 +326,7 @@ def test_a_budget_that_comes_later_buys_no_attempt_of_unknown_price(new_world, c
 
 
 def test_what_ran_beside_a_node_that_never_came_again_is_not_free(new_world):
-    """Ten hours of node 0, whose Job somebody deleted while node 1 was refused: its times are gone."""
+    """Ten hours of node 0, whose Job a user deleted while node 1 was refused: its times are lost."""
     world = new_world(spec=SPEC_OF_TWO)
     world.controller().enter()
     began = world.clock.time()

@@ -1,4 +1,4 @@
-"""What the owner can do nothing about wakes it no more than once a minute, and no time is forgotten."""
+"""What the owner cannot change wakes it at most once a minute, and no waiting time is forgotten."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def started(world):
 
 
 def slices(world, owner, waiting, *, seconds, poll_s=5):
-    """Live on for *seconds* as a trigger and its slices would; the wakes of the way."""
+    """Play a trigger and its executions for *seconds*, and return the wakes."""
     wakes, watch = [], world.watch(waiting)
     for _ in range(0, seconds, poll_s):
         wake = watch.poll()
@@ -69,7 +69,7 @@ def slices(world, owner, waiting, *, seconds, poll_s=5):
 def test_an_attempt_that_goes_while_a_node_is_missing_is_killed_in_time_and_not_looked_at_all_the_time(
     world, state
 ):
-    """Node 0 hangs, since node 1 is gone: 90 s after it was asked it is killed."""
+    """Node 0 hangs because node 1 is gone: the owner kills it 90 s after the request."""
     owner = started(world)
     request_stop(world.store, world.prefix, reason="enough", by="me")
     waiting = owner.resume(Wake("request"))
@@ -85,7 +85,7 @@ def test_an_attempt_that_goes_while_a_node_is_missing_is_killed_in_time_and_not_
 
 
 def test_a_machine_that_cannot_be_killed_is_killed_again_each_minute(world):
-    """Its node is gone and the other does not go: no call a second."""
+    """Its node is gone and the other does not stop: no call every second."""
     owner = started(world)
     kills = []
     world.backend.stop = lambda _handle, *, grace_s: kills.append(grace_s)
@@ -98,7 +98,7 @@ def test_a_machine_that_cannot_be_killed_is_killed_again_each_minute(world):
 
 
 def test_a_new_node_that_is_lost_before_the_others_came_is_waited_for_and_then_undone(world):
-    """Two more nodes are asked for; one is lost at once: ten minutes, then the two go on alone."""
+    """The owner requests two more nodes; one is lost at once: after ten minutes the other two continue."""
     world.backend.new_nodes = NodeStatus(0, "lost", reason="lost")
     owner = started(world)
     world.ask_move(target=Allocation(SMALL, 4))
@@ -112,7 +112,7 @@ def test_a_new_node_that_is_lost_before_the_others_came_is_waited_for_and_then_u
 
 
 def test_a_second_reason_is_heard_while_the_first_is_quiet(world):
-    """A lost node of an attempt that goes was told; that all of it has ended is told at once."""
+    """The owner knows of the lost node of a draining attempt; it learns of the complete end at once."""
     owner = started(world)
     request_stop(world.store, world.prefix, reason="enough", by="me")
     owner.resume(Wake("request"))
@@ -127,7 +127,7 @@ def test_a_second_reason_is_heard_while_the_first_is_quiet(world):
 
 
 def test_two_lasting_reasons_do_not_wake_in_turn(world):
-    """One node lost and one not to be had, of an attempt that goes."""
+    """A draining attempt with one node lost and one not available."""
     owner = started(world)
     request_stop(world.store, world.prefix, reason="enough", by="me")
     waiting = owner.resume(Wake("request"))
@@ -139,7 +139,7 @@ def test_two_lasting_reasons_do_not_wake_in_turn(world):
 
 
 def test_silence_that_ends_nothing_wakes_once_a_minute(world):
-    """Node 0 is pending, node 1 unknown: nothing is over, and nobody is asked all the time."""
+    """Node 0 is pending, node 1 unknown: nothing has ended, and the owner is not woken all the time."""
     owner = started(world)
     waiting = owner.resume(Wake("status"))
     nodes = world.backend._lives[world.handle.name].nodes
@@ -151,7 +151,7 @@ def test_silence_that_ends_nothing_wakes_once_a_minute(world):
 
 
 def test_a_store_that_was_out_of_reach_is_no_silence(world):
-    """Backend and store are gone for an hour; the first answer shows the old status: nothing is lost."""
+    """Backend and store are unreachable for an hour; the first answer has the old status: nothing is lost."""
     owner = started(world)
     waiting = owner.resume(Wake("status"))
     world.backend.hide(world.handle)
@@ -171,7 +171,7 @@ def test_a_store_that_was_out_of_reach_is_no_silence(world):
 
 
 def test_a_lease_that_somebody_wrote_into_kills_nothing(world):
-    """Ages beyond any time that a machine lives are unknown, not over."""
+    """Ages longer than any machine exists are unknown, not expired."""
     owner = started(world)
     request_stop(world.store, world.prefix, reason="enough", by="me")
     waiting = owner.resume(Wake("request"))
@@ -184,7 +184,7 @@ def test_a_lease_that_somebody_wrote_into_kills_nothing(world):
 
 
 def test_silence_is_told_with_whatever_else_wakes(world):
-    """Node 0 is lost and node 1 unheard for ten minutes: the end needs both."""
+    """Node 0 is lost and node 1 silent for ten minutes: the end needs both."""
     owner = started(world)
     waiting = owner.resume(Wake("status"))
     nodes = world.backend._lives[world.handle.name].nodes

@@ -1,4 +1,4 @@
-"""Requests and policies that are nonsense: refused with a reason; the training goes on."""
+"""Nonsensical requests and policies: the owner refuses them with a reason and the training continues."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ HUGE = {"current": {"offer": OFFER, "nodes": 1}, "elapsed_s": 10**400}
     ids=str,
 )
 def test_a_request_that_cannot_be_read_is_refused(world, body):
-    """Whoever can write into the run's folder stops no training with it."""
+    """Write access to the run's folder is not enough to stop a training."""
     owner = started(world)
     try:
         request = world.log.append_request("move-requested", body, actor=None)
     except ProtocolError:
-        return  # it cannot even be written
+        return  # it cannot be written at all
 
     waiting = owner.resume(Wake("request"))
 
@@ -67,7 +67,7 @@ def test_a_request_that_cannot_be_read_is_refused(world, body):
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    """No test sees another's policies."""
+    """Isolate each test from the policies of the others."""
     with forgotten():
         yield
 
@@ -78,7 +78,7 @@ def raises(_seen, _policy):
 
 
 def wants_what_was_not_asked(_seen, _policy):
-    """A policy with ideas of its own."""
+    """A policy that returns what no one requested."""
     return Proposal((Want(Allocation(cpu_offer(1024)), "more"),), "more")
 
 
@@ -98,7 +98,7 @@ def wants_what_was_not_asked(_seen, _policy):
     ids=["raises", "none", "text", "no wants", "no tuple", "nan", "no json", "not asked", "no function"],
 )
 def test_a_policy_of_another_package_that_is_broken_moves_nothing(world, monkeypatch, policy):
-    """The owner's slice refuses; the sensor's check keeps, with the reason."""
+    """The owner's execution refuses; the sensor's check keeps the machine, with the reason."""
     text = world.spec_path.read_text().replace("policy: cost-to-finish", "policy: theirs")
     world.spec_path.write_text(text)
     bring_propose(monkeypatch, theirs=policy)
@@ -114,7 +114,7 @@ def test_a_policy_of_another_package_that_is_broken_moves_nothing(world, monkeyp
 
 
 def test_a_policy_that_hangs_holds_up_neither_the_owner_nor_many_threads(world, monkeypatch):
-    """A slice of the owner that waits for ever would renew no lease."""
+    """An execution of the owner that waits for ever would renew no lease."""
     door, calls = threading.Lock(), []
     door.acquire()
 
@@ -137,7 +137,7 @@ def test_a_policy_that_hangs_holds_up_neither_the_owner_nor_many_threads(world, 
 
 
 def test_a_policy_whose_package_is_broken_stops_no_other(world, monkeypatch):
-    """It cannot be imported: a stage with a policy of ours is judged as ever."""
+    """It cannot be imported: the owner judges a stage with a built-in policy as before."""
 
     def load():
         raise ImportError("libcuda.so.1")

@@ -1,4 +1,4 @@
-"""What is not to be had now, never, or not yet; and how long machines may take to go."""
+"""Capacity that is unavailable now, for ever, or not yet; and how long machines may take to stop."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def world(new_world):
 
 
 def never_came(world, *nodes):
-    """The cluster has no room for these nodes, and what was asked for is taken back."""
+    """Let the cluster have no capacity for these nodes, so that the backend withdraws them."""
     for node in nodes:
         world.backend.set_state(world.handle, "pending", node=node, reason="capacity", detail=FULL)
 
 
 def test_nodes_that_do_not_come_lead_to_the_next_offer_and_are_remembered(world):
-    """Spot has no room: the machine is given back, other runs hear of it, and on-demand is next."""
+    """No spot capacity: the machine is released, other runs learn of it, and on-demand is next."""
     owner = world.controller()
     waiting = owner.enter()
     first = world.state.live.allocation
@@ -72,7 +72,7 @@ def test_nodes_that_do_not_come_lead_to_the_next_offer_and_are_remembered(world)
 
 
 def test_of_a_fleet_only_the_part_that_did_not_come_is_passed_over(world):
-    """Node 1 was to be on spot: on-demand is still to be had."""
+    """Node 1 was requested on spot: on-demand is still available."""
     fleet = Allocation(GPU, 2, rest=SPOT, rest_nodes=1)
     world.controller().enter()
     live = replace(world.state.live, allocation=fleet)
@@ -82,7 +82,7 @@ def test_of_a_fleet_only_the_part_that_did_not_come_is_passed_over(world):
 
 
 def test_what_was_had_is_no_longer_sold_out(world):
-    """An attempt that ran and was lost shows that its offer is there."""
+    """An attempt that ran and was lost shows that its offer is available."""
     owner = world.controller()
     owner.enter()
     choose_now = world.clock.time()
@@ -105,7 +105,7 @@ def test_what_was_had_is_no_longer_sold_out(world):
     ],
 )
 def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
-    """An hour after the start, when a node is made again: no other attempt, and the reason is told."""
+    """An hour after the start, when a node is recreated: no other attempt, and the reason is reported."""
     owner = world.controller()
     waiting = owner.enter()
     world.clock.advance(3600)
@@ -120,7 +120,7 @@ def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
 
 
 def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world):
-    """Node 1 was lost and is made again, the registry has dropped the tag: node 0 keeps its hours of work."""
+    """Node 1 was lost and is being recreated, but the image's tag is gone: node 0 saves its work."""
     owner = world.controller()
     owner.enter()
     world.say(step=10)
@@ -148,7 +148,7 @@ def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world)
 
 
 def test_what_trains_saves_before_it_makes_room_for_the_next_attempt(world):
-    """Node 1 was lost and there is no room to make it again: node 0, elastic, trained on without it."""
+    """Node 1 was lost and there is no capacity to recreate it: node 0, elastic, trained on without it."""
     owner = world.controller()
     owner.enter()
     world.say(step=50)
@@ -169,7 +169,7 @@ def test_what_trains_saves_before_it_makes_room_for_the_next_attempt(world):
 
 
 def test_what_only_waits_for_others_is_given_back_at_once(world):
-    """It made no step: node 0 alone of two that were to begin together."""
+    """It made no step: node 0 alone, of two that start together."""
     owner = world.controller()
     owner.enter()
     world.say(step=0)
@@ -181,7 +181,7 @@ def test_what_only_waits_for_others_is_given_back_at_once(world):
 
 
 def test_what_trains_and_does_not_go_is_killed_when_its_time_is_over(world):
-    """As any attempt that is asked to go: nothing is paid for longer than that."""
+    """As any attempt that is asked to stop: no one pays for longer than that."""
     owner = world.controller()
     owner.enter()
     world.say(step=10)
@@ -221,7 +221,7 @@ def test_what_may_come_is_waited_for(world, reason, detail):
 
 
 def test_an_attempt_has_twice_its_checkpoint_to_go(world):
-    """A save of 90 s: 180 s to leave, for the machine that is asked and for the next one."""
+    """A save of 90 s: 180 s to stop, for the current machine and for the next one."""
     asked = []
     submit = world.backend.submit
     world.backend.submit = lambda request: asked.append(request.grace_s) or submit(request)
@@ -238,7 +238,7 @@ def test_an_attempt_has_twice_its_checkpoint_to_go(world):
 
 @pytest.mark.parametrize("align", ["step", "now"])
 def test_steps_that_take_long_are_awaited_by_whoever_asks_to_go(world, align):
-    """Ranks on several nodes hear of it at every tenth step: of 40 s each, beyond 30 s and a minute."""
+    """Ranks on several nodes see a request at every tenth step: of 40 s each, beyond 30 s and a minute."""
     owner = world.controller()
     owner.enter()
     world.say(step_time_s=40.0)
@@ -261,7 +261,7 @@ def test_steps_that_take_long_are_awaited_by_whoever_asks_to_go(world, align):
 
 
 def test_steps_that_no_longer_come_are_not_awaited(world):
-    """A training that stalled has the least grace, however long its steps took."""
+    """A training that stalled gets the shortest grace, however long its steps took."""
     owner = world.controller()
     owner.enter()
     world.say(step_time_s=40.0, health="stalled")
@@ -307,14 +307,14 @@ def test_the_grace_has_bounds(checkpoint_s, step_time_s, grace_s):
     ],
 )
 def test_every_machine_has_an_end_of_its_own(facts, hours):
-    """When the money is spent (A6), at twice the deadline and an hour, or after 30 days."""
+    """When the budget is spent (A6), at twice the deadline and an hour, or after 30 days."""
     known = dict.fromkeys(("usd_left", "usd_per_hour", "deadline_left_s", "deadline_s"))
 
     assert limits.machine_deadline_s(**(known | facts)) == hours * 3600
 
 
 def test_a_budget_of_which_nobody_knows_the_rest_buys_nothing():
-    """Unknown is not nothing spent."""
+    """Unknown does not mean that nothing was spent."""
     stage = Stage(None, "s.yaml", budget_usd=5.0)
 
     with pytest.raises(BudgetError, match=r"a budget of \$5.00 cannot be kept"):
@@ -322,7 +322,7 @@ def test_a_budget_of_which_nobody_knows_the_rest_buys_nothing():
 
 
 def test_a_claim_holds_a_stage_to_its_zone(new_world):
-    """The cheaper offer is in another zone: neither start nor move nor the sensor goes there."""
+    """The less expensive offer is in another zone: neither start nor move nor the sensor uses it."""
     here, there = replace(GPU, zone="z-b"), replace(SPOT, zone="z-a")
     claim = "volumes: [{name: data, source: pvc://data, mount_path: /d, region: r, zone: z-b}]\n"
     world = new_world((here, there), spec=SPEC + claim)
@@ -341,7 +341,7 @@ def test_a_claim_holds_a_stage_to_its_zone(new_world):
 
 
 def test_gpus_that_the_packages_have_no_kernels_for_are_passed_over(new_world):
-    """Built for CUDA 11.8, torch has no kernels for a B200: the dearer H100 is taken, and stays."""
+    """Built for CUDA 11.8, torch has no kernels for a B200: the more expensive H100 is chosen, and stays."""
     b200 = replace(GPU, instance_type="node:b200", gpu_name="B200", gpu_memory_gb=180, usd_per_hour=0.5)
     h100 = replace(GPU, instance_type="node:h100", gpu_name="H100", gpu_memory_gb=80)
     unheard_of = replace(

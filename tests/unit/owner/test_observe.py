@@ -1,4 +1,4 @@
-"""What the sensor sees of a run: speeds, samples, ages, and what survives a restart of it."""
+"""What the sensor sees of a run: speeds, samples, ages, and what survives its restart."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ scaling:
 
 
 class Scene:
-    """A run of two nodes, and somebody who looks at it."""
+    """A run of two nodes with an observer."""
 
     def __init__(self, tmp_path, spec=SPEC):
-        """The attempt is started; no node has spoken."""
+        """Start the attempt; no node has reported yet."""
         (tmp_path / "train.yaml").write_text(spec)
         self.clock = ManualClock()
         self.store = open_store(f"file://{tmp_path}/store")
@@ -56,7 +56,7 @@ class Scene:
         self.sequences = {}
 
     def observer(self, ask=None):
-        """A new one, as after a restart of the triggerer."""
+        """Return a new observer, as after a restart of the triggerer."""
         return Observer(
             ask=ask,
             store=self.store,
@@ -67,7 +67,7 @@ class Scene:
         )
 
     def say(self, node=0, *, cpu=90.0, step=10, elapsed_s=None, claim=1, **more):
-        """Let a node speak."""
+        """Let a node report."""
         self.sequences[node] = self.sequences.get(node, 0) + 1
         status = Status(
             generation=1,
@@ -89,7 +89,7 @@ class Scene:
         self.store.write(f"{KEY.prefix}/{status_name(1, 1, node, claim)}", status.to_json())
 
     def replace_pod(self, *, claim):
-        """Another pod claims node 0."""
+        """Let another pod claim node 0."""
         self.store.write(f"{KEY.prefix}/{claim_name(1, 1, 0, claim)}", b"{}")
 
 
@@ -100,7 +100,7 @@ def scene(tmp_path):
 
 
 def test_a_round_of_samples_needs_a_word_of_every_node(scene):
-    """Node 0 twice and node 1 once is one round; looking again makes no other."""
+    """Node 0 twice and node 1 once is one round; a further check adds none."""
     observer = scene.observer()
     scene.say(0)
     scene.say(0)
@@ -114,7 +114,7 @@ def test_a_round_of_samples_needs_a_word_of_every_node(scene):
 
 
 def test_a_speed_is_in_the_unit_that_work_is_counted_in(scene):
-    """Epochs first, and steps once their total is told: a step a second all along, restarts included."""
+    """Epochs first, and steps once their total is known: one step a second throughout, restarts included."""
     observer, found = scene.observer(), []
     log = DecisionLog(scene.store, KEY.prefix, writer="sensor", monotonic=scene.clock.monotonic)
     for look in range(10):
@@ -132,7 +132,7 @@ def test_a_speed_is_in_the_unit_that_work_is_counted_in(scene):
 
 
 def test_only_metrics_that_rules_look_at_are_carried(scene):
-    """Else a day of checks would be gigabytes."""
+    """Otherwise a day of checks would be gigabytes."""
     observer = scene.observer()
     for _ in range(20):
         scene.say(0)
@@ -166,12 +166,12 @@ class Server:
     """A Prometheus that answers as the test says: a number, or None when it is away."""
 
     def __init__(self):
-        """90 at first."""
+        """Answer 90 at first."""
         self.value = 90.0
         self.asked = []
 
     def __call__(self, query):
-        """Answer, or not."""
+        """Return the number, or fail."""
         self.asked.append(query)
         if self.value is None:
             raise BackendError("http://p: Prometheus does not answer: refused", transient=True)
@@ -179,7 +179,7 @@ class Server:
 
 
 def watched(scene, observer, *, every_s=30, times=1):
-    """So many checks, at which both nodes have spoken; their decisions."""
+    """Make *count* checks, before each of which both nodes report; return their decisions."""
     decisions = []
     for _ in range(times):
         scene.say(0)
@@ -191,7 +191,7 @@ def watched(scene, observer, *, every_s=30, times=1):
 
 @pytest.mark.parametrize("every_s", [5, 30, 60, 90])
 def test_a_query_is_asked_at_each_check_and_three_above_scale_out(tmp_path, every_s):
-    """However far apart the checks are; what nodes report is not carried."""
+    """The interval of checks does not matter; what nodes report is not carried."""
     scene, server = Scene(tmp_path, QUERIED), Server()
     observer = scene.observer(server)
 
@@ -204,7 +204,7 @@ def test_a_query_is_asked_at_each_check_and_three_above_scale_out(tmp_path, ever
 
 
 def test_a_server_that_is_away_makes_the_metric_unknown_and_the_count_begin_anew(tmp_path):
-    """Kept, with the reason on record; two checks after it are not yet three."""
+    """The sensor keeps the machine and records the reason; two checks after the outage are not yet three."""
     scene, server = Scene(tmp_path, QUERIED), Server()
     observer = scene.observer(server)
     watched(scene, observer, times=2)
@@ -221,7 +221,7 @@ def test_a_server_that_is_away_makes_the_metric_unknown_and_the_count_begin_anew
 
 
 def test_who_asks_nobody_goes_by_what_was_recorded(tmp_path):
-    """The stage's owner judges a move by the sensor's answers; where they failed, so does it."""
+    """The stage's owner judges a move by the answers that the sensor recorded. It fails where they failed."""
     scene, server = Scene(tmp_path, QUERIED), Server()
     observer = scene.observer(server)
     log = DecisionLog(scene.store, KEY.prefix, writer="s", monotonic=scene.clock.monotonic)
@@ -241,7 +241,7 @@ def test_who_asks_nobody_goes_by_what_was_recorded(tmp_path):
 
 
 def test_a_speed_is_measured_by_the_nodes_own_clock(scene):
-    """100 steps in 50 s of the node's clock: 2 steps a second, whatever the observer's clock says."""
+    """100 steps in 50 s of the node's clock: 2 steps a second, independent of the observer's clock."""
     observer = scene.observer()
     for step, elapsed_s in [(100, 10.0), (150, 35.0), (200, 60.0)]:
         scene.say(0, step=step, elapsed_s=elapsed_s)
@@ -253,9 +253,9 @@ def test_a_speed_is_measured_by_the_nodes_own_clock(scene):
 
 @pytest.mark.parametrize("first_s", [15.0, 200.0])
 def test_a_replaced_pod_adds_to_the_speed_from_its_first_word_on(scene, first_s):
-    """2 steps a second for 100 s, then 4 for 100 s on a pod whose clock starts anew: 3 in all.
+    """2 steps a second for 100 s, then 4 for 100 s on a pod whose clock starts at 0: 3 on average.
 
-    Whether its time is below that of the pod before it, or beyond it already.
+    It does not matter whether its time is below that of the previous pod or already beyond it.
     """
     observer, name = scene.observer(), "2 x scripted/cpu-1/on-demand"
     for step, elapsed_s in [(100, 50.0), (200, 100.0), (300, 150.0)]:
@@ -272,7 +272,7 @@ def test_a_replaced_pod_adds_to_the_speed_from_its_first_word_on(scene, first_s)
 
 
 def test_a_silent_node_is_of_unknown_health(scene):
-    """No new word for 90 s."""
+    """No new report for 90 s."""
     observer = scene.observer()
     scene.say(0)
     fresh = observer.look().check.observation
@@ -284,7 +284,7 @@ def test_a_silent_node_is_of_unknown_health(scene):
 
 
 def test_windows_and_speeds_survive_a_restart_of_the_observer(scene):
-    """They are rebuilt from the recorded checks."""
+    """The observer rebuilds them from the recorded checks."""
     observer = scene.observer()
     log = DecisionLog(scene.store, KEY.prefix, writer="s", monotonic=scene.clock.monotonic)
     for step, elapsed_s in [(100, 10.0), (200, 60.0)]:
@@ -303,7 +303,7 @@ def test_windows_and_speeds_survive_a_restart_of_the_observer(scene):
 
 
 def test_a_run_that_is_over_is_seen_as_such(scene):
-    """No check is made of it."""
+    """The sensor makes no check of it."""
     ended = Ended(exit_code=0, reason="succeeded")
     scene.say(0, phase="ended", ended=ended)
     scene.say(1, phase="ended", ended=ended)

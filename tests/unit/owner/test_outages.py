@@ -1,4 +1,4 @@
-"""What can do without it waits for no API server that is away and no Role that was taken."""
+"""What needs neither does not wait for an unreachable API server or a removed Role."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AWAY = [BackendError("the API server does not answer", transient=True), NoOfferE
 
 @pytest.fixture(params=AWAY, ids=["away", "forbidden"])
 def owner(world, monkeypatch, request):
-    """Of an attempt that runs, from when on nobody tells what can be had."""
+    """The owner of a running attempt; from now on the backend cannot list offers."""
     owner = world.controller()
     owner.enter()
     world.say(checkpoint=world.save(10))
@@ -26,7 +26,7 @@ def owner(world, monkeypatch, request):
 
 
 def test_an_attempt_is_asked_to_go(world, owner):
-    """A cancel is a word in the store."""
+    """A cancel is a record in the store."""
     request_stop(world.store, world.prefix, reason="enough", by="me")
 
     owner.resume(Wake("request"))
@@ -35,14 +35,14 @@ def test_an_attempt_is_asked_to_go(world, owner):
 
 
 def test_a_result_is_delivered(world, owner):
-    """It is there, whatever else is not."""
+    """Its delivery needs only the store."""
     world.succeed()
 
     assert isinstance(owner.resume(Wake("status")), Delivered)
 
 
 def test_a_move_is_refused_and_the_training_goes_on(world, owner):
-    """The sensor asks again."""
+    """The sensor requests it again."""
     asked = world.ask_move()
 
     owner.resume(Wake("request"))
@@ -54,7 +54,7 @@ def test_a_move_is_refused_and_the_training_goes_on(world, owner):
 
 
 def test_a_lost_machine_is_followed_by_one_of_the_same_offer(world, owner):
-    """Nothing is planned anew."""
+    """The owner does not plan again."""
     world.backend.lose(world.handle)
     owner.resume(Wake("status"))
 

@@ -1,18 +1,18 @@
-"""What is left of an attempt of which a part has failed is ended by its owner."""
+"""When a part of an attempt has failed, the owner ends the rest of it."""
 
 from envscaler_airflow.testing import ScriptedBackend
 
 
 class Mending(ScriptedBackend):
-    """Notes whose lost or unneeded nodes were given up."""
+    """A backend that records which lost or unneeded nodes were replaced."""
 
     def __init__(self, *offers, **options):
-        """Nothing was."""
+        """Start with no replaced node."""
         super().__init__(*offers, **options)
         self.mended = []
 
     def mend(self, handle, *, quiet_s):
-        """Note it, and let its node be on its way."""
+        """Record the node and let it start again."""
         self.quiet_s = quiet_s
         self.mended.append(handle.name)
         self.set_state(handle, "running", detail="is being stopped")
@@ -20,7 +20,7 @@ class Mending(ScriptedBackend):
 
 
 def test_a_part_that_is_unneeded_wakes_the_owner_who_ends_it(new_world):
-    """Once: what is being ended wakes nobody."""
+    """Once: a node that is being ended wakes no owner."""
     world = new_world(backend=Mending)
     owner = world.controller()
     waiting = owner.enter()

@@ -1,4 +1,4 @@
-"""A package that adds a policy by one file: that of the how-to page, as it stands there."""
+"""A package that adds a policy by one file: the one on the how-to page, copied verbatim."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ THEIRS = (
 
 @pytest.fixture
 def as_before():
-    """No test sees another's policies."""
+    """Isolate each test from the policies of the others."""
     with forgotten():
         yield
 
 
 def block(kind):
-    """The page's first block of that language."""
+    """Return the page's first code block of that language."""
     return re.search(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1]
 
 
@@ -99,7 +99,7 @@ def world(package, new_world):
 
 
 def checked(world, ask, *, times=3):
-    """The event of a sensor that checks every half minute; None when it wants nothing."""
+    """Return the event of a sensor that checks every half minute; None when it wants nothing."""
     folder, _, index = world.prefix.rpartition("/")
     checks = Checks(
         world.store,
@@ -125,7 +125,7 @@ def checked(world, ask, *, times=3):
 
 
 def recorded(world):
-    """Recorded checks, as read back."""
+    """Return the recorded checks, as read back."""
     return [check for check, _ in read_decisions(world.store, world.prefix)]
 
 
@@ -147,7 +147,7 @@ def test_without_the_package_the_spec_is_refused(tmp_path):
 
 
 def test_its_metrics_reach_it_at_each_check(world):
-    """The query's answer and the nodes' metric, and nothing that it does not need."""
+    """The query's answer and the nodes' metric, and no metric that it does not need."""
     event = checked(world, lambda query: (150.0,) if query == "sum(requests_waiting)" else ())
 
     assert (event["kind"], event["target"]["nodes"]) == ("move", 2)
@@ -162,7 +162,7 @@ def test_its_metrics_reach_it_at_each_check(world):
 
 
 def test_a_query_without_an_answer_keeps_with_the_reason(world):
-    """As for a rule of ours."""
+    """As for a built-in rule."""
 
     def away(_query):
         raise BackendError("http://p: does not answer", transient=True)
@@ -177,7 +177,7 @@ def test_a_query_without_an_answer_keeps_with_the_reason(world):
 
 
 def test_the_owner_accepts_by_the_recorded_metric(world):
-    """It asks no server: what the sensor was answered stands in the record."""
+    """It queries no server: the record has the answer that the sensor got."""
     event = checked(world, lambda _query: (150.0,))
     request_move(
         world.store,
@@ -194,7 +194,7 @@ def test_the_owner_accepts_by_the_recorded_metric(world):
 
 
 def test_recorded_checks_are_decided_again_alike(world):
-    """Metrics of its own included."""
+    """Including metrics of its own."""
     checked(world, lambda _query: (150.0,))
     checks = recorded(world)
 
@@ -205,7 +205,7 @@ def test_recorded_checks_are_decided_again_alike(world):
 
 
 def test_the_shell_replays_and_explains_it(world):
-    """No answer differs, and the numbers of its own are told."""
+    """The replay gives the same decisions, and the explanation includes its own numbers."""
     checked(world, lambda _query: (150.0,))
     where = [world.prefix, "--store", world.store.url]
 
@@ -218,7 +218,7 @@ def test_the_shell_replays_and_explains_it(world):
 
 
 def started(new_world, monkeypatch, policy, **more):
-    """A run under *policy*, brought as ``theirs``, whose first attempt runs on demand."""
+    """Start a run under *policy*, registered as ``theirs``, whose first attempt runs on demand."""
     bring(monkeypatch, theirs=lambda: policy)
     made = new_world((LARGE, LARGER, SPOT), spec=THEIRS, backend=ElasticBackend)
     owner = made.controller(value_of_hour=0.0)
@@ -228,7 +228,7 @@ def started(new_world, monkeypatch, policy, **more):
 
 
 def tables(world):
-    """Names of the run's tables."""
+    """Return the names of the run's tables."""
     return world.store.children(f"{world.prefix}/tables")
 
 
@@ -254,7 +254,7 @@ def test_the_owner_stores_what_it_prepares_and_checks_name_it(new_world, monkeyp
 
 
 def test_a_table_that_cannot_be_read_now_is_no_answer(new_world, monkeypatch, as_before):
-    """The check ends in the store's error and is made again, as for a policy of ours."""
+    """The check ends in the store's error and is repeated, as for a built-in policy."""
     policy = replace(DEADLINE, name="theirs")
     world = started(new_world, monkeypatch, policy, strategy="deadline", deadline_s=36_000.0)
     name, _ = policies.present_table(world.store, world.prefix, "theirs")
@@ -271,7 +271,7 @@ def test_a_table_that_cannot_be_read_now_is_no_answer(new_world, monkeypatch, as
 
 
 def test_it_changes_in_place_where_it_says_so(new_world, monkeypatch, as_before):
-    """Another size of the same machine: the attempt goes on, as under the vertical policy."""
+    """Another size of the same machine: the attempt keeps running, as under the vertical policy."""
     world = started(new_world, monkeypatch, replace(VERTICAL, name="theirs"))
     world.say(elapsed_s=60.0)
     world.ask_move(target=Allocation(LARGER))
@@ -299,7 +299,7 @@ def raises(_settings, _facts):
     ids=["raises", "nothing", "elsewhere", "text", "a reason"],
 )
 def test_what_cannot_be_prepared_holds_up_no_attempt(new_world, monkeypatch, as_before, caplog, prepare, why):
-    """It starts, without a table, and the log says why."""
+    """It starts without a table, and the log names the reason."""
     policy = ScalingPolicy("theirs", lambda _seen, _settings: Proposal(), prepare=prepare)
 
     world = started(new_world, monkeypatch, policy)
@@ -310,7 +310,7 @@ def test_what_cannot_be_prepared_holds_up_no_attempt(new_world, monkeypatch, as_
 
 
 def test_offers_that_are_unknown_now_hold_up_no_attempt_of_theirs(new_world, monkeypatch, as_before, caplog):
-    """A policy that asks for them itself has no table then."""
+    """A policy that requests offers itself then has no table."""
 
     def asks(_settings, facts):
         raise BackendError(f"{len(facts.offers())} offers and no answer", transient=True)
@@ -334,7 +334,7 @@ def test_offers_that_are_unknown_now_hold_up_no_attempt_of_theirs(new_world, mon
     ids=["another name", "a function", "names of metrics", "a window of NaN"],
 )
 def test_an_object_that_is_not_one_is_named(monkeypatch, as_before, brought, why):
-    """With what to write; it moves nothing."""
+    """The error names the object and what to write; nothing moves."""
     bring(monkeypatch, theirs=brought)
 
     said = all_policies()["theirs"].propose(Observation(Allocation(NODE)), Policy("theirs"))
@@ -345,7 +345,7 @@ def test_an_object_that_is_not_one_is_named(monkeypatch, as_before, brought, why
 
 
 def test_the_name_of_one_of_ours_cannot_be_taken(monkeypatch, as_before):
-    """Wherever the other package stands on the path."""
+    """The position of the other package on the path does not matter."""
     bring(monkeypatch, deadline=lambda: ScalingPolicy("deadline", raises))
 
     assert all_policies()["deadline"] is DEADLINE
@@ -362,7 +362,7 @@ def test_the_name_of_one_of_ours_cannot_be_taken(monkeypatch, as_before):
     ],
 )
 def test_samples_are_kept_for_the_longest_need(policy, rules, window_s):
-    """Checks every 30 s: two of them by default, or twice what a rule asks."""
+    """Checks every 30 s: two of them by default, or twice what a rule needs."""
     settings = Policy("a", rules=rules)
 
     assert policy.looks_back_s(settings, interval_s=30.0) == window_s
@@ -380,7 +380,7 @@ def test_samples_are_kept_for_the_longest_need(policy, rules, window_s):
     ids=str,
 )
 def test_a_metric_matches_samples_by_name_or_pattern(metric, names):
-    """The answer of a query by its very name alone."""
+    """The answer of a query matches only by its exact name."""
     known = [
         *("gpu0_utilization_percent", "gpu12_utilization_percent", "cpu_percent", "memory_bytes"),
         *("memory_limit_bytes", "waiting"),
@@ -393,7 +393,7 @@ OURS = {"cost-to-finish", "deadline", "phase", "threshold", "vertical"}
 
 
 def test_no_module_asks_which_policy_it_is():
-    """Policies of other packages are as good as ours; the spec alone knows what blocks ours need."""
+    """Third-party policies are equal to built-in ones; only the spec knows which blocks those need."""
     found = []
     for file in sorted(Path(envscaler_airflow.__file__).parent.rglob("*.py")):
         text = file.read_text()

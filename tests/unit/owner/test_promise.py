@@ -1,4 +1,4 @@
-"""What the next attempt may resume from is listed once the older one is fenced off."""
+"""The owner lists what the next attempt may resume from after it fenced off the older one."""
 
 from envscaler_agent.protocol import Control, Manifest, checkpoint_name
 from envscaler_airflow.owner.stage import Wake
@@ -12,7 +12,7 @@ def _saved_by(world, attempt, step):
 
 
 def test_the_older_attempt_is_held_before_its_checkpoints_are_listed(world, monkeypatch):
-    """What it completes until it can see the fence is promised; the intent carries no list (A5)."""
+    """What it completes until it sees the fence is promised; the intent carries no list (A5)."""
     controller = world.controller()
     controller.enter()
     early = world.save(40)
@@ -37,7 +37,7 @@ def test_the_older_attempt_is_held_before_its_checkpoints_are_listed(world, monk
 
 
 def test_an_execution_that_follows_lists_anew_until_the_attempt_is_started(world, monkeypatch):
-    """The worker dies before it could record the start; by then the older attempt had completed more (A5)."""
+    """The worker dies before it records the start; by then the older attempt had completed more (A5)."""
     controller = world.controller()
     controller.enter()
     world.save(40)

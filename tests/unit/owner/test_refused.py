@@ -1,4 +1,4 @@
-"""What the owner refused is asked for again, later each time: a full cluster fills no log."""
+"""The sensor repeats a refused request, later each time: a full cluster does not fill the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ scaling: {policy: more, stabilization: 0s, cooldown: 1s, warmup: 1s, min_epochs_
 
 
 def sensed(world):
-    """One check of a sensor that was made again, and its request when it wants one."""
+    """Make one check with a new observer, and append its request if it wants a move."""
     observer = Observer(
         store=world.store,
         prefix=world.prefix,
@@ -46,7 +46,7 @@ def sensed(world):
 
 @pytest.fixture
 def full(new_world, monkeypatch):
-    """A run on a cluster that has no second node, under a policy that wants one at every check."""
+    """A run on a cluster without a second node, under a policy that wants one at every check."""
     want = Proposal((Want(Allocation(SMALL, 2), "more is better"),))
     with forgotten():
         bring_propose(monkeypatch, more=lambda _seen, _policy: want)
@@ -56,7 +56,7 @@ def full(new_world, monkeypatch):
 
 
 def test_a_full_cluster_is_asked_less_and_less(full):
-    """Half an hour of checks every 30 s: some requests, not 60."""
+    """Half an hour of checks every 30 s: some requests, but not 60."""
     world = full
     owner = world.controller(value_of_hour=0.0)
     owner.enter()
@@ -74,17 +74,17 @@ def test_a_full_cluster_is_asked_less_and_less(full):
 
 
 def event(number, kind, at=0.0, **body):
-    """An event of the log."""
+    """Return an event of the log."""
     return Event(number, kind, body, "w", at, None)
 
 
 def asked(number, target, **more):
-    """A request."""
+    """Return a request."""
     return event(number, "move-requested", target=target, **more)
 
 
 def test_refusals_are_counted_by_target_and_forgotten_by_the_next_attempt():
-    """A person's are not counted, and nonsense is no fault of the log."""
+    """The user's requests are not counted, and nonsense in the log does no harm."""
     target = Allocation(SMALL, 2).to_dict()
     begin = [
         event(1, "generation", generation=1, spec_hash="h"),

@@ -1,4 +1,4 @@
-"""What an ended attempt was on is given back, however often that fails; what lives on is billed."""
+"""The owner releases an ended attempt's machines, however often that fails; a running one is billed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PRICE = 0.05
 
 
 def calls(world, method):
-    """How often *method* of the backend was called."""
+    """Return how often *method* of the backend was called."""
     return [name for name, _ in world.backend.calls].count(method)
 
 
 def types(world):
-    """Types of the run's events."""
+    """Return the types of the run's events."""
     return [event.type for event in world.log.read()]
 
 
 def test_a_release_that_failed_is_repeated_by_the_next_execution(world):
-    """The machine was lost and its Job stays: the second try gives it back (A8)."""
+    """The machine was lost and its Job remains: the second try releases it (A8)."""
     owner = world.controller()
     owner.enter()
     world.backend.lose(world.handle)
@@ -44,7 +44,7 @@ def test_a_release_that_failed_is_repeated_by_the_next_execution(world):
 
 
 def test_it_is_repeated_while_the_next_attempt_runs_and_after_its_end(world):
-    """Four failures in four executions, said once in the events; the watch wakes the owner for it (A8)."""
+    """Four failures in four executions, one event; the watch wakes the owner for it (A8)."""
     owner = world.controller()
     owner.enter()
     world.say(checkpoint=world.save(10))
@@ -68,7 +68,7 @@ def test_it_is_repeated_while_the_next_attempt_runs_and_after_its_end(world):
 
 
 def test_a_result_waits_a_moment_for_its_machines_and_not_for_ever(world):
-    """Delivered once they are given back; or after ten minutes (A8)."""
+    """Delivered once they are released, or after ten minutes (A8)."""
     owner = world.controller()
     owner.enter()
     world.succeed()
@@ -85,7 +85,7 @@ def test_a_result_waits_a_moment_for_its_machines_and_not_for_ever(world):
 
 
 def test_a_result_is_delivered_though_its_machines_are_never_given_back(world):
-    """Ten minutes without an API server; and at once where it says no for good (A8)."""
+    """Ten minutes without an API server; at once where it refuses for good (A8)."""
     owner = world.controller()
     owner.enter()
     world.succeed()
@@ -110,7 +110,7 @@ def test_what_is_refused_for_good_holds_no_result(world):
 
 @pytest.fixture
 def zombie(world):
-    """A run whose first machine was called lost after an hour out of sight, and lives on."""
+    """A run whose first machine was declared lost after an hour without contact, and keeps running."""
     owner = world.controller(budget_usd=10.0)
     owner.enter()
     world.say(checkpoint=world.save(10))
@@ -136,7 +136,7 @@ def test_a_machine_called_lost_that_lives_on_is_billed_again(world):
 
 
 def test_it_ends_once_it_is_seen_and_the_report_has_its_whole_bill(world, zombie):
-    """It is stopped at first sight, given back at the next, and the two hours stand in the report (A8)."""
+    """The owner stops it when it is seen, releases it at the next check, and reports the two hours (A8)."""
     owner, handle = zombie
     world.clock.advance(3600)
     world.backend.show(handle)

@@ -1,4 +1,4 @@
-"""Bills of attempts with a replaced pod: the work of the first counts, and what is made again is lost."""
+"""Bills of attempts with a replaced pod: the first pod's work counts, and repeated work is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from envscaler_airflow.owner import report
 
 
 def said(world, claim, *, start, step, elapsed_s, ended=None):
-    """A pod of node 0 claims it, and reports."""
+    """Let a pod of node 0 claim it and report."""
     world.store.write(f"{world.prefix}/{claim_name(1, 1, 0, claim)}", b'{"uid": "u", "boot_id": "b"}')
     progress = Progress(step=step, total_steps=100, elapsed_s=elapsed_s, first_step_s=1.0, save_s=0.0)
     status = Status(
@@ -81,7 +81,7 @@ def test_the_bill_counts_steps_that_were_made_twice(world):
 
 
 def test_an_attempt_with_one_pod_has_nothing_before_it(world):
-    """As it always was."""
+    """Unchanged from before."""
     world.controller().enter()
     said(world, 1, start=0, step=60, elapsed_s=3601.0)
 

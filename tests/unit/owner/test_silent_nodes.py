@@ -1,4 +1,4 @@
-"""A node that only the backend misses is given up once its status in the store is as old."""
+"""The owner replaces a node that the backend misses once its status in the store is as old."""
 
 import pytest
 
@@ -11,27 +11,27 @@ from envscaler_airflow.testing import ScriptedBackend
 
 
 class Mending(ScriptedBackend):
-    """Lets lost nodes be replaced, and notes the ages that it was given."""
+    """A backend that replaces lost nodes and records the ages that it got."""
 
     def __init__(self, *offers, **options):
-        """Nothing was."""
+        """Start with nothing recorded."""
         super().__init__(*offers, **options)
         self.quiet = []
 
     def mend(self, handle, *, quiet_s):
-        """Note it, and let another pod run."""
+        """Record the ages and start another pod."""
         self.quiet.append(dict(quiet_s))
         return ("pod",)
 
     def observe(self, handle):
-        """Another pod runs once it was replaced."""
+        """Report another pod once the node was replaced."""
         seen = super().observe(handle)
         return AttemptStatus((NodeStatus(0, "running"),)) if self.quiet else seen
 
 
 @pytest.fixture
 def silent(new_world):
-    """A run whose node the cluster does not hear any more, and its owner."""
+    """A run whose node no longer reports to the cluster, and its owner."""
     world = new_world(backend=Mending)
     owner = world.controller()
     waiting = owner.enter()
@@ -41,7 +41,7 @@ def silent(new_world):
 
 
 def looked(world, watch, seconds, *, speaks):
-    """The first wake within *seconds*; None when nothing happened."""
+    """Return the first wake within *seconds*; None when nothing happened."""
     for count in range(int(seconds / POLL_S)):
         if speaks and count % 8 == 0:
             world.say(step=10 + count)
@@ -53,7 +53,7 @@ def looked(world, watch, seconds, *, speaks):
 
 
 def test_a_node_that_reports_to_the_store_is_not_given_up(silent):
-    """Its kubelet is dead for ten minutes, its containers train on: one pod, not two (D1)."""
+    """Its kubelet is down for ten minutes, its containers keep training: one pod, not two (D1)."""
     world, owner, waiting = silent
 
     assert looked(world, world.watch(waiting), 600, speaks=True) is None
@@ -64,7 +64,7 @@ def test_a_node_that_reports_to_the_store_is_not_given_up(silent):
 
 
 def test_a_node_that_the_store_does_not_hear_either_is_replaced(silent):
-    """Three minutes without a new status: the owner gives the backend the ages (D1)."""
+    """Three minutes without a new status: the owner passes the ages to the backend (D1)."""
     world, owner, waiting = silent
 
     wake = looked(world, world.watch(waiting), 600, speaks=False)
@@ -77,7 +77,7 @@ def test_a_node_that_the_store_does_not_hear_either_is_replaced(silent):
 
 
 def test_the_next_watcher_goes_on_from_the_age_in_the_lease(silent):
-    """Two minutes were seen by a triggerer that was restarted (D1)."""
+    """A triggerer that was restarted had counted two minutes (D1)."""
     world, _, waiting = silent
     first = world.watch(waiting)
     assert looked(world, first, 120, speaks=False) is None
@@ -106,7 +106,7 @@ def test_time_without_the_store_is_no_age(silent, monkeypatch):
 
 
 def test_a_pod_that_is_gone_is_lost_at_once(world):
-    """Deleted by force, or evicted: the backend knows, and no age is asked (D1)."""
+    """Deleted by force, or evicted: the backend knows, and needs no age (D1)."""
     waiting = world.controller().enter()
     world.say()
     world.backend.set_state(world.handle, "lost", reason="lost")
@@ -115,7 +115,7 @@ def test_a_pod_that_is_gone_is_lost_at_once(world):
 
 
 def test_a_store_without_exclusive_create_takes_no_nodes_that_are_replaced(new_world):
-    """Two pods could both believe that they claimed the node (D1)."""
+    """Two pods could each believe that they claimed the node (D1)."""
     world = new_world(backend=Mending)
     world.store.create_is_atomic = False
 
@@ -126,7 +126,7 @@ def test_a_store_without_exclusive_create_takes_no_nodes_that_are_replaced(new_w
 
 
 def test_one_node_that_nothing_replaces_needs_no_exclusive_create(world):
-    """Local on a store of files that are shared by hand: as before (D1)."""
+    """The local backend on a store without exclusive create: as before (D1)."""
     world.store.create_is_atomic = False
 
     world.controller().enter()

@@ -1,4 +1,4 @@
-"""What happened in place, in words."""
+"""Changes in place, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two who think that they own a run, and one that slept: only the last owner touches anything."""
+"""Two processes that both act as owner of a run, and one that hung: only the last owner acts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envscaler_airflow.store.events import EventLog
 
 
 def test_the_spec_of_the_loser_of_a_race_is_never_run(world, monkeypatch):
-    """Both find no run and write their spec; the generation that has the event runs on its own."""
+    """Both find no run and write their spec; the generation that has the event runs on its own spec."""
     winner, text = world.controller(), world.spec_path.read_text()
     world.spec_path.write_text(text.replace("train.py", "other.py"))
     loser = world.controller()
@@ -37,7 +37,7 @@ def test_the_spec_of_the_loser_of_a_race_is_never_run(world, monkeypatch):
 
 
 def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
-    """The worker died between the two: the retry goes on with the spec that the events name."""
+    """The worker died between the two: the retry continues with the spec that the events name."""
     world.controller().enter()
     world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
     dying = world.controller(max_tries=9)
@@ -50,7 +50,7 @@ def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
 
 
 def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch):
-    """Its worker died before the start, then the spec was changed; after a clear the new one counts (A2)."""
+    """Its worker died before the start, then the spec was changed; after a clear the new spec counts (A2)."""
     named, submit = [], world.backend.submit
     world.backend.fail_next("submit", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -73,7 +73,7 @@ def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch
 
 
 def test_a_zombie_writes_no_frozen_spec_back(world, monkeypatch):
-    """It wakes up with its intent after the run was cleared with another spec: no file of it changes (A2)."""
+    """It resumes with its intent after a clear brought another spec: no file of it changes (A2)."""
     first, found = world.controller(), {}
     check = type(first)._check_still_owner
 
@@ -94,7 +94,7 @@ def test_a_zombie_writes_no_frozen_spec_back(world, monkeypatch):
 
 
 def test_an_owner_that_slept_before_its_start_starts_nothing(world, monkeypatch):
-    """It wakes up after another try took the run over, and its attempt ended."""
+    """It resumes after another try took the run over, and its attempt ended."""
     first = world.controller()
     attempt_request = freeze.attempt_request
 
@@ -112,7 +112,7 @@ def test_an_owner_that_slept_before_its_start_starts_nothing(world, monkeypatch)
 
 
 def test_an_owner_that_slept_while_it_planned_writes_no_plan(world, monkeypatch):
-    """The plan of the owner that is stays."""
+    """The current owner's plan stays."""
     first, make_plan = world.controller(), choose.make_plan
 
     def slept(*args, **kwargs):
@@ -129,7 +129,7 @@ def test_an_owner_that_slept_while_it_planned_writes_no_plan(world, monkeypatch)
 
 
 def test_an_owner_that_slept_before_its_last_word_overwrites_no_result(world, monkeypatch):
-    """It had failed the run, slept, and the run was taken up again and delivered."""
+    """It had failed the run and hung; then the run was cleared and delivered."""
     first = world.controller()
     first.enter()
     request_stop(world.store, world.prefix, reason="cancel", by="me")
@@ -152,7 +152,7 @@ def test_an_owner_that_slept_before_its_last_word_overwrites_no_result(world, mo
 
 
 def test_a_request_that_takes_the_number_of_the_end_costs_no_result(world, monkeypatch):
-    """The machine is given back only once its end is recorded: what it says is asked for again."""
+    """A request takes the event number of the end: the owner appends the end again, and then releases."""
     owner = world.controller()
     owner.enter()
     world.succeed()
@@ -172,7 +172,7 @@ def test_a_request_that_takes_the_number_of_the_end_costs_no_result(world, monke
 
 
 def test_a_machine_whose_end_was_recorded_is_given_back_by_the_next_owner(world):
-    """The worker died between the two; its folder would lie there for ever."""
+    """The worker died between the two; without the next owner its folder would remain for ever."""
     first = world.controller()
     first.enter()
     world.succeed()
@@ -187,7 +187,7 @@ def test_a_machine_whose_end_was_recorded_is_given_back_by_the_next_owner(world)
 
 
 def test_a_start_that_went_through_before_the_refusal_is_adopted(world):
-    """The worker died after the submit; the next one is told that nothing is free, and what runs is found."""
+    """The worker died after the submit; the next one gets "no capacity", and finds the running attempt."""
     world.backend.fail_next("submit", KeyboardInterrupt(), after=True)
     with pytest.raises(KeyboardInterrupt):
         world.controller().enter()
@@ -201,7 +201,7 @@ def test_a_start_that_went_through_before_the_refusal_is_adopted(world):
 
 
 def test_a_store_inside_the_workdir_is_not_part_of_the_code(world):
-    """Each run changes its store; a start with the same code goes on with what runs and stops nothing."""
+    """Each run changes its store; a start with the same code resumes what runs and stops nothing."""
     world.spec_path.write_text(world.spec_path.read_text() + "workdir: .\n")
     world.controller().enter()
     world.say()
@@ -213,7 +213,7 @@ def test_a_store_inside_the_workdir_is_not_part_of_the_code(world):
 
 
 def test_an_owner_that_slept_after_its_intent_writes_nothing(world, monkeypatch):
-    """Neither the lease nor a control is its own once another try took the run over."""
+    """Once another try took the run over, neither the lease nor a control belongs to it."""
     first, found = world.controller(), {}
     act = type(first)._act
 
@@ -233,7 +233,7 @@ def test_an_owner_that_slept_after_its_intent_writes_nothing(world, monkeypatch)
 
 
 def test_an_owner_that_slept_over_its_list_takes_no_checkpoint_from_the_next(world, monkeypatch):
-    """The newer owner promised one more to the attempt that it started; that promise stays."""
+    """The newer owner promised one more checkpoint to the attempt that it started; that promise stays."""
     first = world.controller()
     first.enter()
     early = world.save(40)

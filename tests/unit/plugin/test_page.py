@@ -1,4 +1,4 @@
-"""Unit tests of the page: what it reads, what it draws, and that a run's words stay words."""
+"""Unit tests of the page: what it reads and draws, and that text of a run stays text."""
 
 import base64
 import hashlib
@@ -43,17 +43,17 @@ class Elements(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        """Keep its name and what it has."""
+        """Keep its name and attributes."""
         self.tags.add(tag)
         self.attributes += attrs
 
     def handle_data(self, data):
-        """Keep text."""
+        """Keep the text."""
         self.words.append(data)
 
     @property
     def text(self):
-        """All of it on one line."""
+        """Return all text on one line."""
         return " ".join(" ".join(self.words).split())
 
 
@@ -71,7 +71,7 @@ def recorded(tmp_path):
 
 
 def begin(store, *, allocation=CPU, reason="first attempt of the generation", number=1):
-    """A run with one attempt that has started; its log."""
+    """Begin a run with one attempt that has started, and return its log."""
     log = EventLog(store, "run", clock=lambda: 1000.0)
     if number == 1:
         log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=ACTOR)
@@ -82,12 +82,12 @@ def begin(store, *, allocation=CPU, reason="first attempt of the generation", nu
 
 
 def say(store, text, *, node=0, attempt=1):
-    """A node's status."""
+    """Write a node's status."""
     store.write(f"run/{status_name(1, attempt, node)}", text)
 
 
 def test_a_recorded_run_is_told_whole(recorded):
-    """Attempts, what they were held on, speed, decisions with reasons, cost and where it went."""
+    """Attempts, their machines, speed, decisions with reasons, cost and its breakdown."""
     page = Elements(run_page(read_facts(recorded, "run"), now=2e9)).text
 
     for words in (
@@ -107,7 +107,7 @@ def test_a_recorded_run_is_told_whole(recorded):
 
 
 def _two_pods(store):
-    """Node 0 told of 10 s, was replaced, and the second pod tells of its own first seconds."""
+    """Node 0 reported 10 s and was replaced; the second pod reports its own first seconds."""
     for claim in (1, 2):
         lines = b'{"t": 0, "step": 0}\n{"t": 10, "step": 50}\n'
         store.write(f"run/metrics/g1-a1-n0-c{claim}-000001.jsonl", lines)
@@ -116,7 +116,7 @@ def _two_pods(store):
 
 @pytest.mark.parametrize(("dated", "at"), [(1600.0, 1605.0), (9e9, 1015.0), (None, 1015.0)])
 def test_the_speed_of_a_replaced_pod_is_shown_when_it_trained(store, monkeypatch, dated, at):
-    """It counts from its claim; of a copied store, or one without times, after the pod before it (D14)."""
+    """It counts from its claim; in a copied store, or without times, from the pod before it (D14)."""
     begin(store)
     _two_pods(store)
     log = EventLog(store, "run", clock=lambda: 2000.0)
@@ -134,7 +134,7 @@ def test_the_speed_of_a_replaced_pod_is_shown_when_it_trained(store, monkeypatch
 
 
 def test_speed_is_told_on_the_owners_clock(recorded):
-    """Node 0's own seconds, counted from when the owner saw its attempt start; two lines, two attempts."""
+    """Node 0's own seconds, counted from when the owner saw its attempt start; two lines for two attempts."""
     facts = read_facts(recorded, "run")
     first, second = facts.state.attempts
 
@@ -146,7 +146,7 @@ def test_speed_is_told_on_the_owners_clock(recorded):
 
 
 def test_the_folder_is_only_read(recorded, tmp_path, monkeypatch):
-    """No snapshot (due every 5 events here), no check, nothing."""
+    """No snapshot (due every 5 events here) and no check: reading writes nothing."""
     monkeypatch.setattr(store_events, "SNAPSHOT_EVERY", 5)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
@@ -156,14 +156,14 @@ def test_the_folder_is_only_read(recorded, tmp_path, monkeypatch):
 
 
 def test_no_run_is_none(store):
-    """A task that is no stage, or one that has not begun."""
+    """A task that is not a stage, or a stage that has not begun."""
     store.write("deployment.json", b"{}")
 
     assert read_facts(store, "run") is None
 
 
 def test_a_run_that_lives_asks_again_and_one_that_is_over_does_not(store, recorded):
-    """Every 15 seconds."""
+    """A live page reloads every 15 seconds."""
     begin(store)
 
     live, over = run_page(read_facts(store, "run"), now=1060), run_page(read_facts(recorded, "run"), now=2e9)
@@ -174,7 +174,7 @@ def test_a_run_that_lives_asks_again_and_one_that_is_over_does_not(store, record
 
 
 def test_a_live_attempt_costs_what_it_was_held_for(store):
-    """0.36 USD an hour, a minute by the owner's clock."""
+    """0.36 USD an hour for a minute by the owner's clock."""
     begin(store)
 
     text = Elements(run_page(read_facts(store, "run"), now=1060)).text
@@ -184,7 +184,7 @@ def test_a_live_attempt_costs_what_it_was_held_for(store):
 
 
 def test_an_attempt_that_was_changed_in_place_is_told_whole(store):
-    """An hour at 0.36 USD and one at 0.72: what it held, each price, and the cost of both."""
+    """An hour at 0.36 USD and one at 0.72: its resources, each price, and the cost of both."""
     begin(store)
     larger = Allocation(Offer(**NAMED, instance_type="cpu-2", usd_per_hour=0.72))
     log = EventLog(store, "run", clock=lambda: 1000.0 + 3600)
@@ -209,7 +209,7 @@ def test_an_attempt_that_was_changed_in_place_is_told_whole(store):
 
 
 def test_where_each_price_of_a_mixed_allocation_is_from_is_told(store):
-    """An hour of one node on demand and one of spot, whose prices are of two lists."""
+    """An hour of one node on demand and one on spot, whose prices come from two price lists."""
     spot = {**NAMED, "capacity_type": "spot"}
     core = Offer(**NAMED, instance_type="cpu-1", usd_per_hour=0.36, price_source="the list")
     rest = Offer(**spot, instance_type="cpu-1", usd_per_hour=0.12, price_source="the market")
@@ -222,7 +222,7 @@ def test_where_each_price_of_a_mixed_allocation_is_from_is_told(store):
 
 
 def test_what_is_not_known_is_said_to_be(store):
-    """No status, no price, no step: never a zero."""
+    """No status, no price, no step: the page says "unknown", never zero."""
     free = Allocation(Offer(**NAMED, instance_type="cpu-1"))
     begin(store, allocation=free)
 
@@ -234,7 +234,7 @@ def test_what_is_not_known_is_said_to_be(store):
 
 
 def test_the_parameters_that_a_run_was_made_with_are_told(store):
-    """Of its frozen spec; their text stays text (F14)."""
+    """They come from its frozen spec; their text stays text (F14)."""
     begin(store)
     body = {"parameters": {"rate": 0.5, "note": "<b>x</b>"}}
     store.write(f"run/{spec_name('h')}", json.dumps(body).encode())
@@ -246,7 +246,7 @@ def test_the_parameters_that_a_run_was_made_with_are_told(store):
 
 @pytest.mark.parametrize("spec", [b"{", b"[]", b'{"parameters": 3}'])
 def test_a_spec_that_cannot_be_read_hides_nothing_else(store, spec):
-    """The page then has no parameters."""
+    """The page then shows no parameters."""
     begin(store)
     store.write(f"run/{spec_name('h')}", spec)
 
@@ -290,7 +290,7 @@ HARMLESS = {
 
 
 def hostile(store, words):
-    """A run whose every text is *words*."""
+    """A run in which every text is *words*."""
     offer = Offer(**NAMED, instance_type=words, usd_per_hour=1.0, price_source=words)
     allocation = Allocation(offer)
     log = begin(store, allocation=allocation, reason=words)
@@ -314,7 +314,7 @@ def hostile(store, words):
 
 
 def test_words_of_a_run_stay_words(store):
-    """Machine, reason, message, detail, price source: no tag, no attribute, no character that is not seen."""
+    """Machine, reason, message, detail, price source: no tag, no attribute, no invisible character."""
     page = hostile(store, EVIL)
     elements = Elements(page)
 
@@ -328,7 +328,7 @@ def test_words_of_a_run_stay_words(store):
 @settings(max_examples=30, deadline=None)
 @given(words=st.text(min_size=1, max_size=60))
 def test_no_text_at_all_makes_a_tag(tmp_path_factory, words):
-    """Whatever a run calls itself."""
+    """The name of the run does not matter."""
     elements = Elements(hostile(open_store(str(tmp_path_factory.mktemp("store"))), words))
 
     assert elements.tags <= HARMLESS
@@ -336,7 +336,7 @@ def test_no_text_at_all_makes_a_tag(tmp_path_factory, words):
 
 
 def test_messages_are_escaped_too():
-    """An error may quote what it could not read."""
+    """An error may quote unreadable content."""
     assert Elements(message_page("Broken", EVIL)).tags == {
         *("html", "head", "meta", "title", "style", "body", "h1", "p", "bdi")
     }
@@ -358,7 +358,7 @@ def test_messages_are_escaped_too():
     ],
 )
 def test_a_metric_that_is_none_is_left_out(store, line):
-    """The training's side wrote it: whatever it is, the rest is shown."""
+    """The training's side wrote it: the rest is still shown."""
     begin(store)
     good = b'{"t": 1, "step": 10}\n{"t": 3, "step": 30}\n'
     store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", line + b"\n" + good)
@@ -373,7 +373,7 @@ def test_a_metric_that_is_none_is_left_out(store, line):
 
 @pytest.mark.parametrize(("t", "step"), [(1e-300, 1e300), (1.0, 1e300), (1e300, 1e-20), (1e300, 5e-324)])
 def test_a_speed_that_no_chart_holds_is_left_out(t, step, store):
-    """Counts and times of the training's side, each a number, whose quotient is none."""
+    """Counts and times from the training's side, each a number, whose quotient is not one."""
     begin(store)
     lines = f'{{"t": 0, "step": 0}}\n{{"t": {t}, "step": {step}}}\n'
     store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", lines.encode())
@@ -391,7 +391,7 @@ def test_a_status_that_is_none_is_left_out(store):
 
 
 def test_a_run_whose_events_are_broken_says_so(recorded):
-    """No page is made up from half a record."""
+    """The page invents nothing from an incomplete record."""
     recorded.write("run/events/000003.json", b'{"schema": "1.0", "number": 3}')
 
     with pytest.raises(ProtocolError, match=r"000003\.json"):
@@ -399,7 +399,7 @@ def test_a_run_whose_events_are_broken_says_so(recorded):
 
 
 def test_a_long_run_is_read_in_part(store):
-    """Ten hours of five-minute chunks: 24 of 120 are read, the first and the last among them."""
+    """Ten hours of five-minute chunks: the page reads 24 of 120, including the first and the last."""
     begin(store)
     for number in range(1, 121):
         t = number * 300
@@ -410,14 +410,14 @@ def test_a_long_run_is_read_in_part(store):
     original = store.read
 
     class Counting:
-        """The store, counting what is read."""
+        """A store that counts reads."""
 
         def __getattr__(self, name):
-            """Everything else as it is."""
+            """Return every other attribute of the store."""
             return getattr(store, name)
 
         def read(self, name, **options):
-            """Count it."""
+            """Count the read."""
             read.append(name)
             return original(name, **options)
 
@@ -431,7 +431,7 @@ def test_a_long_run_is_read_in_part(store):
 
 
 def test_a_large_chunk_and_a_large_cluster_are_cut(store):
-    """A chunk beyond what the agent writes is not read; 16 of 500 nodes are asked."""
+    """It skips a chunk larger than the agent writes, and reads 16 of 500 nodes."""
     begin(store, allocation=Allocation(CPU.offer, nodes=500))
     store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", b'{"t": 1, "step": 1}\n' * 100_000)
 
@@ -443,7 +443,7 @@ def test_a_large_chunk_and_a_large_cluster_are_cut(store):
 
 
 def test_a_page_has_an_end(store, monkeypatch):
-    """Attempts with endless reasons: the newest (here 3), each cut."""
+    """Attempts with endless reasons: the newest ones (3 here), each cut."""
     monkeypatch.setattr(page_module, "MOST_ATTEMPTS", 3)
     log = EventLog(store, "run", clock=lambda: 1000.0)
     log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=ACTOR)
@@ -460,7 +460,7 @@ def test_a_page_has_an_end(store, monkeypatch):
 
 
 def test_a_clear_begins_the_page_anew(store):
-    """Only attempts of the current generation are shown and billed."""
+    """The page shows and bills only attempts of the current generation."""
     log = begin(store)
     log.append_request("attempt-ended", {"generation": 1, "attempt": 1, "outcome": "failed"}, actor=ACTOR)
     log.append_request("generation", {"generation": 2, "spec_hash": "h"}, actor=ACTOR)
@@ -483,7 +483,7 @@ def test_a_clear_begins_the_page_anew(store):
     ],
 )
 def test_speed_is_growth_over_time(counts, expected):
-    """A count that fell, and no time at all, tell none."""
+    """A count that fell, or a zero time, gives no speed."""
     assert speeds(counts) == expected
 
 
@@ -497,7 +497,7 @@ def test_time_has_round_ticks():
 
 
 def test_marks_stay_on_the_chart(recorded):
-    """Also what ends after its end, by another clock."""
+    """Also marks after its end, from another clock."""
     facts = read_facts(recorded, "run")
     axis = charts.time_axis(facts.state.attempts, now=2e9)
     drawn = charts.curve([Rate(1, 0.0, 5.0), Rate(1, 9e9, 7.0)], axis)
@@ -515,7 +515,7 @@ def test_text_is_cut_and_plain():
 
 
 def test_the_style_is_the_only_thing_that_the_policy_allows():
-    """Its hash is of the very text between the tags."""
+    """The hash covers exactly the text between the tags."""
     [style] = re.findall(r"<style>(.*?)</style>", message_page("a", "b"), re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
 
@@ -526,7 +526,7 @@ def test_the_style_is_the_only_thing_that_the_policy_allows():
 
 @pytest.mark.parametrize("status", ["active", "stopped", "failed"])
 def test_a_part_of_the_work_is_not_compared_with_the_whole(status, recorded, tmp_path):
-    """It cost less because less was done."""
+    """It cost less because it did less."""
     for name in ("000010.json", "000011.json"):
         (tmp_path / "recorded/run/events" / name).unlink()
     log = begin(recorded, number=3)

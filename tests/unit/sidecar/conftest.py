@@ -1,4 +1,4 @@
-"""A sidecar's surroundings in a temporary folder: spool, clock, and a store that fails on demand."""
+"""A sidecar's environment in a temporary folder: spool, clock, and a store that fails on demand."""
 
 import json
 
@@ -40,25 +40,25 @@ class Clock:
     """Monotonic time that only a test moves."""
 
     def __init__(self):
-        """Begin somewhere."""
+        """Begin at a fixed time."""
         self.now = 1000.0
 
     def __call__(self):
-        """Seconds."""
+        """Return the time in seconds."""
         return self.now
 
 
 class FlakyStore:
-    """A store that fails while ``down``, and remembers what was put into it, in order."""
+    """A store that fails while ``down``, and records the order of its writes."""
 
     def __init__(self, store):
-        """Stand before *store*."""
+        """Wrap *store*."""
         self._store = store
         self.down = False
         self.puts = []
 
     def __getattr__(self, name):
-        """The store's own, checked."""
+        """Return the store's attribute, with failures injected."""
         call = getattr(self._store, name)
         if name not in CALLS:
             return call
@@ -74,10 +74,10 @@ class FlakyStore:
 
 
 class Bench:
-    """One node of one attempt, and what wrapper and owner would do."""
+    """One node of one attempt, and the actions of its wrapper and owner."""
 
     def __init__(self, root, *, store, generation=1, attempt=2, node=0, nodes=1, layout=None):
-        """Begin with nothing said by anyone."""
+        """Begin before any message."""
         self.root, self.store, self.clock = root, store, Clock()
         self.who = Who(generation, attempt, node, nodes)
         self.layout = Layout.model_validate({"spec": "spec-0.json", **(layout or {})})
@@ -85,7 +85,7 @@ class Bench:
         self.site = self.restarted()
 
     def restarted(self):
-        """The site of a sidecar that was killed and started again."""
+        """Return the site of a sidecar that was killed and restarted."""
         self.site = Site(
             spool=self.spool,
             store=self.store,
@@ -99,7 +99,7 @@ class Bench:
 
     @property
     def state(self):
-        """What the sidecar remembers."""
+        """Return the sidecar's stored state."""
         return self.site.memory.state
 
     def owner_asks(self, **fields):
@@ -109,7 +109,7 @@ class Bench:
         return control
 
     def heard(self, **fields):
-        """Write the control into the store and hand it over."""
+        """Write the control into the store and pass it to the wrapper."""
         control = self.owner_asks(**fields)
         self.spool.write(self.spool.control, control.to_json())
         return control
@@ -124,7 +124,7 @@ class Bench:
         self.spool.write(self.spool.wrapper, status.to_json())
 
     def session_saves(self, name, files=None, **facts):
-        """A complete local save of Session."""
+        """Make a complete local save as Session does."""
         folder = self.spool.checkpoints / name
         for path, data in (files or {"model.bin": b"weights"}).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class Bench:
         return folder
 
     def in_store(self, name, files=None, *, source=None, **facts):
-        """A complete checkpoint in the store, of whatever attempt its name says; *source*: its folder."""
+        """Put a complete checkpoint into the store, of the attempt in its name; *source*: its folder."""
         generation, _, step, attempt = name.split("-")
         folder = source or self.root / "made" / name
         for path, data in ({"model.bin": name.encode()} if files is None else files).items():
@@ -146,13 +146,13 @@ class Bench:
         return name
 
     def status(self, node=None):
-        """What the store says of a node."""
+        """Return a node's status from the store."""
         node = self.who.node if node is None else node
         body = self.store.read(status_name(self.who.generation, self.who.attempt, node))
         return None if body is None else Status.from_json(body, where="test")
 
     def start(self):
-        """What start.json says."""
+        """Return the content of start.json."""
         return json.loads(self.spool.start.read_bytes())
 
 
@@ -165,7 +165,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def make_bench(tmp_path, store):
-    """Makes benches that share the store."""
+    """Return a factory of benches that share the store."""
 
     def make(**options):
         return Bench(tmp_path, store=store, **options)

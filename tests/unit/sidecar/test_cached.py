@@ -1,4 +1,4 @@
-"""What was fetched by an earlier pod of the machine, and is still the same, does not come again."""
+"""A pod does not fetch again what an earlier pod of the machine fetched, if it is unchanged."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def bucket(request):
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """Names that came from a store."""
+    """Record the names that were fetched from a store."""
     found, real = [], FilesystemStore.get_file
 
     def get_file(self, name, path):
@@ -32,7 +32,7 @@ def fetched(monkeypatch):
 
 @pytest.fixture
 def brought(make_bench, bucket, tmp_path):
-    """Lays the volume out as a new pod of the same machine would; answers what lies there."""
+    """Lay the volume out as a new pod of the same machine would, and return its content."""
 
     def once():
         folder = tmp_path / "machine" / "data"
@@ -47,7 +47,7 @@ def brought(make_bench, bucket, tmp_path):
 
 
 def test_a_second_pod_fetches_nothing(brought, fetched):
-    """All of it is there."""
+    """Every file is already there."""
     first = brought()
     del fetched[:]
 
@@ -56,7 +56,7 @@ def test_a_second_pod_fetches_nothing(brought, fetched):
 
 
 def test_what_changed_comes_again_though_it_has_the_same_size(brought, bucket, fetched):
-    """By its version; what is gone at the source is gone here."""
+    """By its version; a file that is gone at the source is removed here."""
     brought()
     del fetched[:]
     bucket.write("two", b"3333")
@@ -68,7 +68,7 @@ def test_what_changed_comes_again_though_it_has_the_same_size(brought, bucket, f
 
 
 def test_a_fetch_that_was_cut_off_goes_on(brought, fetched, tmp_path):
-    """One file was lost, and the memory of all: what nobody can vouch for comes again."""
+    """One file was lost, and the record of all: files that cannot be verified are fetched again."""
     first = brought()
     (tmp_path / "machine" / "data" / "two").unlink()
     del fetched[:]

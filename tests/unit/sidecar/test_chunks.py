@@ -1,4 +1,4 @@
-"""Chunks of logs and metrics: up in order, then deleted."""
+"""Chunks of logs and metrics: uploaded in order, then deleted."""
 
 import pytest
 
@@ -6,17 +6,17 @@ from envscaler_airflow.sidecar.uploads import Chunks
 
 
 def chunk(bench, folder, name, text):
-    """A chunk that the wrapper wrote."""
+    """Write a chunk as the wrapper does."""
     (bench.spool.root / folder / name).write_text(text)
 
 
 def left(bench, folder):
-    """Names that still lie in the spool."""
+    """Return the names that remain in the spool."""
     return sorted(path.name for path in (bench.spool.root / folder).iterdir())
 
 
 def test_closed_chunks_go_up_in_order_and_are_deleted(bench, store):
-    """Numbers in the store are those of the spool; an open one stays."""
+    """The store uses the spool's numbers; an open chunk stays."""
     for number in (3, 1, 2):
         chunk(bench, "logs", f"{number:06d}.log", f"line {number}")
     chunk(bench, "logs", "000004.open", "half")
@@ -31,7 +31,7 @@ def test_closed_chunks_go_up_in_order_and_are_deleted(bench, store):
 
 
 def test_a_store_outage_keeps_chunks_and_their_order(bench, store):
-    """Tried again after two, then four seconds; nothing is lost, and nothing overtakes."""
+    """Retried after two, then four seconds; no chunk is lost, and none overtakes another."""
     chunks = Chunks(bench.site)
     for number in (1, 2):
         chunk(bench, "logs", f"{number:06d}.log", str(number))
@@ -53,7 +53,7 @@ def test_a_store_outage_keeps_chunks_and_their_order(bench, store):
 
 
 def test_a_sidecar_killed_after_an_upload_repeats_it_under_the_same_number(bench, store, monkeypatch):
-    """The chunk was uploaded and not yet deleted: the same name, the same bytes, once more."""
+    """The chunk was uploaded and not yet deleted: it is uploaded once more under the same name."""
     chunk(bench, "logs", "000007.log", "x")
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -70,7 +70,7 @@ def test_a_sidecar_killed_after_an_upload_repeats_it_under_the_same_number(bench
 
 
 def test_what_a_killed_wrapper_left_open_goes_up_at_the_end(bench, store):
-    """Its last lines are what says why it was killed; empty ones are no chunk."""
+    """Its last lines explain why it was killed; empty files do not count as chunks."""
     chunk(bench, "logs", "000002.open", "MemoryError")
     chunk(bench, "metrics", "000001.open", "")
 
@@ -81,7 +81,7 @@ def test_what_a_killed_wrapper_left_open_goes_up_at_the_end(bench, store):
 
 
 def test_a_link_among_the_chunks_is_not_followed(bench, store, tmp_path):
-    """The training could point it at what only the sidecar may read."""
+    """The training could point it at a file that only the sidecar may read."""
     (tmp_path / "secret").write_text("token")
     (bench.spool.root / "logs/000001.log").symlink_to(tmp_path / "secret")
 

@@ -1,4 +1,4 @@
-"""Who speaks for a node: the pod that claimed it last, and no other."""
+"""The pod that claimed a node last represents it, and no other pod does."""
 
 import threading
 
@@ -28,12 +28,12 @@ DECIDED = {"generation": 1, "attempt": 2, "phase": "running", "start_step": 0}
 
 
 def claim(store, uid, **where):
-    """Claim node 0 of attempt 2, or another."""
+    """Claim node 0 of attempt 2, or another node."""
     return take_claim(store, Claim(uid, "boot"), **(NODE | where))
 
 
 def test_each_pod_has_its_own_number_and_keeps_it(store):
-    """Three pods one after another, and the second asks again after a restart (D1)."""
+    """Three pods one after another; the second claims again after a restart (D1)."""
     assert [claim(store, uid) for uid in ("a", "b", "c", "b", "a")] == [1, 2, 3, 2, 1]
     assert newest_claim(store, **NODE) == 3
     assert newest_claim(store, generation=1, attempt=2, node=1) == 0
@@ -42,7 +42,7 @@ def test_each_pod_has_its_own_number_and_keeps_it(store):
 
 @pytest.mark.parametrize("method", ["create", "read"])
 def test_a_lost_answer_claims_no_second_number(store, method):
-    """The claim was written, the answer did not come: the repeated call finds it (D1)."""
+    """The claim was written but the answer was lost: the repeated call finds it (D1)."""
     faulty = FaultyStore(store)
     faulty.add("lose-answer", method)
     with pytest.raises(StoreError):
@@ -53,7 +53,7 @@ def test_a_lost_answer_claims_no_second_number(store, method):
 
 
 def test_two_pods_that_claim_at_once_get_two_numbers(store):
-    """Another pod is quicker between the look and the claim (D1)."""
+    """Another pod is quicker between the read and the claim (D1)."""
     create = store._store.create
 
     def late(name, data):
@@ -74,7 +74,7 @@ def test_a_claim_that_cannot_be_read_is_another_pods(store):
 
 
 def unclaimed(bench, uid):
-    """The bench's sidecar, before it claimed."""
+    """Return the bench's sidecar before its claim."""
     bench.who = Who(1, 2, bench.who.node, bench.who.nodes, claim=0)
     site = bench.restarted()
     site.uid = uid
@@ -82,7 +82,7 @@ def unclaimed(bench, uid):
 
 
 def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
-    """No status and no log of a pod that has no claim; afterwards all of it carries the claim (D1)."""
+    """A pod without a claim writes no status and no log; afterwards everything carries the claim (D1)."""
     claim(store, "lost pod")
     bench.owner_asks()
     store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
@@ -101,7 +101,7 @@ def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
 
 
 def test_a_restarted_sidecar_needs_no_store_to_know_its_claim(bench, store):
-    """It is in sidecar.json, by the uid of its pod (D1)."""
+    """sidecar.json has it, under the UID of its pod (D1)."""
     standing.take(unclaimed(bench, "pod"))
     store.down = True
     site = unclaimed(bench, "pod")
@@ -112,7 +112,7 @@ def test_a_restarted_sidecar_needs_no_store_to_know_its_claim(bench, store):
 
 
 def test_only_the_pod_that_claimed_last_is_heard(bench, store):
-    """The lost pod lives on and reports; the owner reads the new one, or nothing yet (D1)."""
+    """The lost pod keeps running and reports; the owner reads only the new one, or nothing yet (D1)."""
     old = bench.site
     claim(store, "old")
     Speaker(old).step(compose(old, Status(phase="running"), is_over=False))
@@ -170,7 +170,7 @@ def test_a_checkpoint_does_not_count_once_another_pod_came_during_its_upload(ben
 
 
 def test_an_output_does_not_count_once_another_pod_came_during_its_upload(bench, store, tmp_path):
-    """Claims are read again before the manifest: the files that are up count for nothing (D1)."""
+    """Claims are read again before the manifest: the uploaded files do not count (D1)."""
     path = tmp_path / "model"
     path.write_text("weights")
     bench.layout = bench.layout.model_copy(update={"outputs": {"model": str(path)}})
@@ -191,7 +191,7 @@ def test_an_output_does_not_count_once_another_pod_came_during_its_upload(bench,
 
 
 def test_without_the_store_a_pod_trains_on(bench, store):
-    """It cannot know of another claim, and asks for nothing (D1)."""
+    """It cannot know of another claim, and does not wait for an answer (D1)."""
     bench.heard()
     store.down = True
 
@@ -203,7 +203,7 @@ def test_without_the_store_a_pod_trains_on(bench, store):
 
 
 def test_the_log_of_a_replaced_node_goes_on_with_its_next_pod(store):
-    """Two chunks of the lost pod, then those of the new one; the cursor says where (D1)."""
+    """Two chunks of the lost pod, then those of the new one; the cursor has the position (D1)."""
     claim(store, "old")
     store.write("logs/g1-a2-n0-c1-000001.log", b"old 1\n")
     text, cursor = read_logs(store, "", attempt=(1, 2), node=0)
@@ -216,11 +216,11 @@ def test_the_log_of_a_replaced_node_goes_on_with_its_next_pod(store):
     assert (text, cursor) == (b"new 1\n", (CLAIM_CHUNKS + 2, 0))
 
 
-# -- node 0, as the other nodes see it
+# -- node 0, as seen by the other nodes
 
 
 def following(make_bench, on_wait, *, claims=1):
-    """Node 1 of two under its *claims*-th claim; *on_wait* is called with the number of each wait."""
+    """Return node 1 of two under its *claims*-th claim; *on_wait* is called with the number of each wait."""
     bench = make_bench(node=1, nodes=2)
     bench.who = Who(1, 2, 1, 2, claim=claims)
     site = bench.restarted()
@@ -237,13 +237,13 @@ def following(make_bench, on_wait, *, claims=1):
 
 
 def report(store, number, sequence=1, **fields):
-    """What node 0's pod with claim *number* last said."""
+    """Write the last report of node 0's pod with claim *number*."""
     status = Status(claim=number, sequence=sequence, **(DECIDED | fields))
     store.write(status_name(1, 2, 0, number), status.to_json())
 
 
 def test_a_replaced_node_does_not_take_an_old_pods_end_for_node_0s(make_bench, store):
-    """Both pods were evicted: node 1's new pod waits for that of node 0, and follows it (D14)."""
+    """Both pods were evicted: node 1's new pod waits for node 0's new pod, and follows it (D14)."""
     claim(store, "old 0")
     report(store, 1, ended=Ended(reason="stopped"), phase="ended")
 
@@ -261,7 +261,7 @@ def test_a_replaced_node_does_not_take_an_old_pods_end_for_node_0s(make_bench, s
 
 
 def test_a_replaced_node_follows_no_choice_that_was_left_behind(make_bench, store):
-    """Node 0's pod vanished without an end: its choice and its address are an earlier pod's (D14)."""
+    """Node 0's pod vanished without an end: its choice and its address belong to an earlier pod (D14)."""
     claim(store, "old 0")
     report(store, 1, address="10.0.0.1:29400")
 
@@ -277,7 +277,7 @@ def test_a_replaced_node_follows_no_choice_that_was_left_behind(make_bench, stor
 
 
 def test_a_replaced_node_follows_a_node_0_that_lives(make_bench, store):
-    """Node 0 was not replaced and reports again: the same choice and address (D14)."""
+    """Node 0 was not replaced and reports again: the choice and address stay valid (D14)."""
     claim(store, "0")
     report(store, 1, address="10.0.0.1:29400")
     site = following(
@@ -290,7 +290,7 @@ def test_a_replaced_node_follows_a_node_0_that_lives(make_bench, store):
 
 
 def test_an_address_that_is_none_is_left_out(make_bench, store):
-    """What a status says is data (D14)."""
+    """A status is untrusted data (D14)."""
     claim(store, "0")
     report(store, 1, address="$(touch /tmp/x)")
     site = following(make_bench, lambda _count: None)
@@ -301,7 +301,7 @@ def test_an_address_that_is_none_is_left_out(make_bench, store):
 
 
 def test_a_node_0_that_is_not_replaced_in_time_ends_the_others(make_bench, store):
-    """Nobody replaces it within a quarter of an hour: no fault of the stage (D14)."""
+    """No new pod within a quarter of an hour: that is not the stage's fault (D14)."""
     claim(store, "0")
     report(store, 1, ended=Ended(reason="killed"), phase="ended")
     waits = []
@@ -313,7 +313,7 @@ def test_a_node_0_that_is_not_replaced_in_time_ends_the_others(make_bench, store
 
 
 def test_the_command_learns_the_address_with_the_choice(bench, store):
-    """start.json has it, so address and checkpoint are of one pod (D14)."""
+    """start.json has both, so address and checkpoint come from the same pod (D14)."""
     bench.owner_asks()
     store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
     bench.site.address = "10.0.0.1:29400"
@@ -339,7 +339,7 @@ def test_a_checkpoint_has_a_part_for_each_node_and_claim(make_bench, store):
 
 
 def saved_by(bench, number, name, data):
-    """Let the pod with claim *number* save and publish checkpoint *name*, whatever other claims there are."""
+    """Let the pod with claim *number* save and publish checkpoint *name*, despite any other claims."""
     bench.who = Who(1, 2, 0, 1, claim=number)
     site = bench.restarted()
     bench.session_saves(name, {"model.bin": data}, step=300)
@@ -369,7 +369,7 @@ def test_what_an_older_pod_publishes_late_is_void(bench, store):
 
 
 def test_a_restarted_sidecar_accepts_no_more_than_it_did(bench, store):
-    """The list of a claim is made once: what came since stays void (D1)."""
+    """The list of a claim is made once: later checkpoints stay void (D1)."""
     claim(store, "old")
     claim(store, "new")
     bench.who = Who(1, 2, 0, 1, claim=2)
@@ -381,7 +381,7 @@ def test_a_restarted_sidecar_accepts_no_more_than_it_did(bench, store):
 
 
 def test_a_pod_that_never_listed_voids_nothing(bench, store):
-    """It claimed node 0 and died at once: what the one before it made counts (D1)."""
+    """It claimed node 0 and died at once: checkpoints of its predecessor count (D1)."""
     claim(store, "old")
     saved_by(bench, 1, NAME, b"weights")
     claim(store, "died")
@@ -390,7 +390,7 @@ def test_a_pod_that_never_listed_voids_nothing(bench, store):
 
 
 def test_other_nodes_take_the_manifest_that_node_0_chose(make_bench, store):
-    """Two manifests lie in one folder: both nodes read the same (D1)."""
+    """One folder has two manifests: both nodes read the same one (D1)."""
     first = make_bench()
     claim(store, "old")
     saved_by(first, 1, NAME, b"old")
@@ -419,11 +419,11 @@ def test_an_older_pod_of_node_0_prunes_nothing(bench, store):
     assert prune(store, claim=2, **options) == ("g1-step-00000100-a2",)
 
 
-# -- files of one name
+# -- files of the same name
 
 
 def test_each_node_gets_its_own_file_of_one_name_back(make_bench, store, caplog):
-    """Both nodes save model.pt, one each: the checkpoint counts, and the name is told (D7)."""
+    """Both nodes save their own model.pt: the checkpoint counts, and the status names the file (D7)."""
     benches = [make_bench(node=node, nodes=3) for node in range(3)]
     for bench in benches:
         bench.owner_asks()

@@ -1,4 +1,4 @@
-"""What the owner promises to the next attempt stays, wherever the older sidecar was when it was cut off."""
+"""A checkpoint promised to the next attempt stays, wherever the older sidecar was cut off."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ SAVES = (300, 400, 500)
 
 
 class Memory:
-    """A store in a dict: as atomic as an object store, and quick."""
+    """A store in a dict: as atomic as an object store, and fast."""
 
     url = "memory://run"
     at_once = 1
@@ -29,40 +29,40 @@ class Memory:
         self.held = {}
 
     def read(self, name, *, max_bytes=0):
-        """Bytes, or None."""
+        """Return the bytes, or None."""
         return self.held.get(name)
 
     def write(self, name, data):
-        """Replace."""
+        """Replace the bytes."""
         self.held[name] = data
 
     def create(self, name, data):
-        """True for the first."""
+        """Return True for the first call only."""
         return self.held.setdefault(name, data) is data
 
     def delete(self, name):
-        """Nothing happens when it is absent."""
+        """Do nothing when it is absent."""
         self.held.pop(name, None)
 
     def delete_tree(self, prefix):
-        """All below."""
+        """Delete everything below."""
         for name in self.names(prefix):
             self.held.pop(name)
 
     def names(self, prefix):
-        """All below, sorted."""
+        """Return all names below, sorted."""
         return sorted(name for name in self.held if name.startswith(f"{prefix}/"))
 
     def children(self, prefix):
-        """First parts below, sorted."""
+        """Return the first parts below, sorted."""
         return sorted({name[len(prefix) + 1 :].split("/")[0] for name in self.names(prefix)})
 
     def size(self, name):
-        """Bytes, or None."""
+        """Return the size in bytes, or None."""
         return len(self.held[name]) if name in self.held else None
 
     def sizes(self, prefix):
-        """Bytes of all below."""
+        """Return the sizes of everything below, in bytes."""
         return {name: len(self.held[name]) for name in self.names(prefix)}
 
     def put_file(self, name, source):
@@ -71,15 +71,15 @@ class Memory:
         self.held[name] = source.read()
 
     def uri(self, name):
-        """Its URL."""
+        """Return the URL."""
         return f"{self.url}/{name}"
 
 
 class Actor:
-    """Work in a thread of its own that makes one call to the store for each :meth:`advance`."""
+    """A thread that makes one call to the store for each :meth:`advance`."""
 
     def __init__(self, store, work):
-        """Start *work*, which stands before its first call."""
+        """Start *work*, which stops before its first call."""
         self._store, self._may_go, self._has_stopped = store, threading.Semaphore(0), threading.Semaphore(0)
         self.is_done, self.error = False, None
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
@@ -95,7 +95,7 @@ class Actor:
         self._has_stopped.release()
 
     def __getattr__(self, name):
-        """The store's own, one call at a time."""
+        """Return the store's attribute, which allows one call at a time."""
         call = getattr(self._store, name)
         if name not in CALLS:
             return call
@@ -108,7 +108,7 @@ class Actor:
         return gated
 
     def advance(self, calls=10**6):
-        """Make so many calls, or all that are left."""
+        """Make *calls* calls, or all the remaining ones."""
         while calls and not self.is_done:
             self._may_go.release()
             self._has_stopped.acquire()
@@ -118,7 +118,7 @@ class Actor:
 
 
 def old_sidecar(root, keep):
-    """Attempt 1 saves three times more and prunes, as if no attempt came after it."""
+    """Let attempt 1 save three more times and prune, as if no attempt came after it."""
 
     def work(store):
         bench = Bench(root, store=store, attempt=1)
@@ -132,7 +132,7 @@ def old_sidecar(root, keep):
 
 
 def owner(store):
-    """The owner prepares attempt 2."""
+    """Prepare attempt 2 as its owner does."""
     control = Control()
     intent.hold(store, control, generation=1, attempt=2)
     found = intent.list_candidates(store, generation=1, attempt=2)
@@ -141,7 +141,7 @@ def owner(store):
 
 @pytest.fixture(scope="module")
 def folders_of_runs(tmp_path_factory):
-    """A new folder for each run."""
+    """Return a new folder for each run."""
     return lambda: tmp_path_factory.mktemp("run")
 
 
@@ -155,7 +155,7 @@ def folders_of_runs(tmp_path_factory):
 def test_what_is_promised_stays_wherever_the_older_sidecar_was(
     folders_of_runs, before, of_owner, between, keep
 ):
-    """The older sidecar is cut off at any call, the owner too, and both come back at any time (A5)."""
+    """The older sidecar is cut off at any call, and so is the owner; both resume at any time (A5)."""
     root, store = folders_of_runs(), Memory()
     first = Bench(root, store=store, attempt=1)
     for step in (100, 200):
@@ -200,7 +200,7 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
 
 
 def test_a_start_waits_until_the_owner_has_listed(bench, store):
-    """On hold nothing is restored; the candidates of the run are (A5)."""
+    """On hold the sidecar restores nothing; later it uses the candidates of the run (A5)."""
     known = "g1-step-00000100-a1"
     intent.hold(store, Control(), generation=1, attempt=2)
     said = []
@@ -216,7 +216,7 @@ def test_a_start_waits_until_the_owner_has_listed(bench, store):
 
 
 def test_a_stop_that_came_first_stands_and_keeps_what_was_allowed(store):
-    """A stop between hold and the list is not taken back, and the next attempt still finds its past (A5)."""
+    """A stop between the hold and the list is not revoked, and the next attempt still finds its past (A5)."""
     intent.hold(store, Control(), generation=1, attempt=2)
     store.write(control_name(1, 2), Control(sequence=9, action="leave").to_json())
 
@@ -228,7 +228,7 @@ def test_a_stop_that_came_first_stands_and_keeps_what_was_allowed(store):
 
 
 def test_an_attempt_without_a_list_does_not_end_the_past(bench, store):
-    """The owner died after hold of attempt 2: attempt 3 may resume from what attempt 1 made (A5)."""
+    """The owner died after its hold for attempt 2: attempt 3 may resume from attempt 1's checkpoints (A5)."""
     made = bench.in_store("g1-step-00000200-a1")
     store.write(control_name(1, 1), Control(candidates=()).to_json())
     intent.hold(store, Control(), generation=1, attempt=2)

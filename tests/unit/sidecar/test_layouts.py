@@ -1,4 +1,4 @@
-"""What of a checkpoint folder is copied, by the layout that its code writes, and only when it is whole."""
+"""What of a checkpoint folder is copied, by the layout of its files, and only when it is complete."""
 
 import io
 import json
@@ -19,22 +19,22 @@ from envscaler_airflow.store.root import Root
 
 
 class Watcher:
-    """Looks at a folder by a clock of its own."""
+    """Check a folder by a separate clock."""
 
     def __init__(self, folder):
-        """Look for the first time at 0."""
+        """Check for the first time at 0."""
         self.folder, self.now = folder, 0.0
         self.settling = Settling(lambda: self.now)
 
     def look(self, *, after=0.0, **progress):
-        """Look again *after* so many seconds, when the training has reported *progress*."""
+        """Check again *after* seconds, when the training has reported *progress*."""
         self.now += after
         self.settling.look(tree.look(self.folder), Progress(**progress))
         return self
 
 
 def zipped(**state):
-    """A zip with a state in it."""
+    """Write a zip with a state in it."""
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w") as file:
         file.writestr("state.json", json.dumps(state))
@@ -42,12 +42,12 @@ def zipped(**state):
 
 
 def select(folder):
-    """What would be copied of a folder in which nothing changed for ten seconds."""
+    """Return what would be copied of a folder in which nothing changed for ten seconds."""
     return Watcher(folder).look().look(after=10).settling.select()
 
 
 def chosen(folder):
-    """Paths and step of what would be copied; None when nothing is complete."""
+    """Return paths and step of what would be copied; None when nothing is complete."""
     selection = select(folder)
     return None if selection.is_empty else ([item.path for item in selection.files], selection.step)
 
@@ -60,14 +60,14 @@ def test_an_unknown_layout_is_copied_as_a_whole(tmp_path):
 
 
 def test_nothing_there_is_nothing_to_copy(tmp_path):
-    """Neither an empty folder nor none."""
+    """Neither an empty folder nor a missing one."""
     assert chosen(tmp_path) is None
     with pytest.raises(FileNotFoundError):
         chosen(tmp_path / "none")
 
 
 def test_hugging_face_takes_the_newest_complete_one_and_the_best(tmp_path):
-    """checkpoint-12 has no trainer_state.json yet; 10 names 5 as the best; 8 and the logs stay away."""
+    """checkpoint-12 has no trainer_state.json yet; 10 names 5 as the best; 8 and the logs are not copied."""
     put(
         tmp_path,
         {
@@ -90,7 +90,7 @@ def test_hugging_face_takes_the_newest_complete_one_and_the_best(tmp_path):
 
 @pytest.mark.parametrize("state", [b"", b'{"global_st', b"[]", b"{}"])
 def test_hugging_face_with_a_torn_mark_is_not_complete(tmp_path, state):
-    """The writer was killed while it wrote trainer_state.json: the one before counts."""
+    """The writer was killed while it wrote trainer_state.json: the previous checkpoint counts."""
     put(tmp_path, {"checkpoint-5/trainer_state.json": STATE, "checkpoint-10/trainer_state.json": state})
 
     assert chosen(tmp_path) == (["checkpoint-5/trainer_state.json"], 5)
@@ -98,7 +98,7 @@ def test_hugging_face_with_a_torn_mark_is_not_complete(tmp_path, state):
 
 @pytest.mark.parametrize("name", ["training_args.bin", "rng_state.pth", "rng_state_0.pth"])
 def test_hugging_face_without_any_mark_is_nothing(tmp_path, name):
-    """What the Trainer saves counts only with its mark, however quiet it is."""
+    """A Trainer's save counts only with its mark, however long it is quiet."""
     put(tmp_path, {"checkpoint-5/model.bin": b"x", f"checkpoint-5/{name}": b"x"})
 
     assert chosen(tmp_path) is None
@@ -109,14 +109,14 @@ DIFFUSERS = ("unet/config.json", "unet/diffusion_pytorch_model.safetensors", *AC
 
 
 def folder_of(name, files):
-    """A folder with *files* as a saver would write them."""
+    """Write a folder with *files* as a saver would."""
     return {f"{name}/{file}": safetensors(1) if file.endswith("safetensors") else b"\x80." for file in files}
 
 
 @pytest.mark.parametrize("files", [ACCELERATE, DIFFUSERS])
 @pytest.mark.parametrize("name", ["checkpoint-{}", "checkpoints/checkpoint_{}"])
 def test_accelerate_and_diffusers_take_the_newest_that_is_quiet(tmp_path, files, name):
-    """Folders ``checkpoint-N`` without trainer_state.json; step 30 lacks what the others have (C1)."""
+    """Folders ``checkpoint-N`` without trainer_state.json; step 30 lacks files that the others have (C1)."""
     put(tmp_path, folder_of(name.format(10), files) | folder_of(name.format(20), files))
     put(tmp_path, folder_of(name.format(30), files[:-2]))
 
@@ -127,7 +127,7 @@ def test_accelerate_and_diffusers_take_the_newest_that_is_quiet(tmp_path, files,
 
 
 def test_accelerate_s_own_order_is_waited_for(tmp_path):
-    """Between two of its files nothing is taken of it, and the one before stays (C1)."""
+    """Between two of its files the new folder is not copied, and the previous one stays (C1)."""
     put(tmp_path, folder_of("checkpoint-10", ACCELERATE))
     watcher = Watcher(tmp_path).look().look(after=10)
     put(tmp_path, folder_of("checkpoint-20", ACCELERATE))
@@ -137,14 +137,14 @@ def test_accelerate_s_own_order_is_waited_for(tmp_path):
 
 
 def test_a_folder_of_any_saver_is_waited_for_until_it_has_what_the_one_before_has(tmp_path):
-    """``step_20`` has its weights and not yet its optimizer; it is quiet for long in between (C1)."""
+    """``step_20`` has its weights but not yet its optimizer; it is quiet for long in between (C1)."""
     put(tmp_path, {"step_10/w.bin": b"1", "step_10/optimizer.bin": b"1", "step_20/w.bin": b"2"})
 
     assert chosen(tmp_path) == (["step_10/optimizer.bin", "step_10/w.bin"], 10)
 
 
 def test_a_folder_that_is_renamed_into_place_and_its_temporary_one(tmp_path):
-    """As orbax saves: ``4`` is whole, ``5`` is still put together (C)."""
+    """As orbax saves: ``4`` is complete, ``5`` is still being assembled (C)."""
     put(tmp_path, {"4/d/0": b"x", "4/_METADATA": b"{}", "5.orbax-checkpoint-tmp-17/d/0": b"x"})
 
     assert chosen(tmp_path) == (["4/_METADATA", "4/d/0"], 4)
@@ -152,7 +152,7 @@ def test_a_folder_that_is_renamed_into_place_and_its_temporary_one(tmp_path):
 
 
 def test_lightning_keeps_every_whole_one_and_the_last(tmp_path):
-    """The zip of step 30 has no end yet; the best may be any other (C3)."""
+    """The zip of step 30 has no end yet; any other checkpoint may be the best (C3)."""
     put(
         tmp_path,
         {
@@ -200,7 +200,7 @@ def test_a_number_in_a_file_is_its_step_only_near_what_is_reported(tmp_path, fou
 
 
 class Bomb:
-    """What must never be run."""
+    """An object whose code must never run."""
 
     def __reduce__(self):
         """Fail the test."""
@@ -220,7 +220,7 @@ def test_a_pickle_tells_its_step_without_being_run(tmp_path, protocol):
 
 
 def test_a_log_in_the_folder_holds_up_nothing(tmp_path):
-    """By its name, or since it was written before the save began; it is left out and named (C2)."""
+    """Excluded by its name, or by a write before the save began; the message names it (C2)."""
     watcher = Watcher(tmp_path)
     for count in range(20):
         put(tmp_path, {"log.txt": b"x" * (count + 1), "history": b"x" * (count + 1)})
@@ -274,7 +274,7 @@ def test_what_is_renamed_into_place_every_two_seconds_counts_once_it_is_overdue(
 
 
 def test_what_is_written_in_place_all_the_time_never_counts(tmp_path):
-    """Nothing says that it is whole at any moment (C21)."""
+    """No moment is known at which it is complete (C21)."""
     watcher = Watcher(tmp_path)
     for count in range(20):
         put(tmp_path, {"state.bin": b"x" * (count + 1)})
@@ -290,7 +290,7 @@ def test_what_is_written_in_place_all_the_time_never_counts(tmp_path):
     "says", ["model_20.bin", 'model_checkpoint_path: "model_20"', '{"last": "model_20.bin"}']
 )
 def test_what_a_text_that_was_written_later_names_is_whole(tmp_path, says):
-    """As detectron2 and TensorFlow save: the pointer comes last (C)."""
+    """As detectron2 and TensorFlow save: they write the pointer last (C)."""
     put(tmp_path, {"model_10.bin": b"1"})
     watcher = Watcher(tmp_path).look().look(after=10)
     put(tmp_path, {"model_20.bin": b"2", "last_checkpoint": says.encode()})
@@ -301,7 +301,7 @@ def test_what_a_text_that_was_written_later_names_is_whole(tmp_path, says):
 
 
 def test_files_of_one_number_belong_together(tmp_path):
-    """The newest set lacks its optimizer; the one before is taken, and nothing waits (C)."""
+    """The newest set lacks its optimizer; the previous set is copied, and nothing waits (C)."""
     put(tmp_path, {"w_10.bin": b"1", "opt_10.bin": b"1"})
     watcher = Watcher(tmp_path).look().look(after=10)
     put(tmp_path, {"w_20.bin": b"2"})
@@ -314,7 +314,7 @@ def test_files_of_one_number_belong_together(tmp_path):
 
 
 def test_a_file_that_is_open_for_writing_is_seen(tmp_path):
-    """By a lease that the system refuses (C2)."""
+    """The system refuses a lease on it (C2)."""
     path = tmp_path / "a"
     with path.open("wb"), path.open("rb") as reading:
         assert is_open_for_writing(reading.fileno()) in (True, None)
@@ -326,7 +326,7 @@ def test_a_file_that_is_open_for_writing_is_seen(tmp_path):
 
 
 def test_links_stay_links_and_what_leads_outside_is_left_out(tmp_path):
-    """``latest`` by a relative and by an absolute name, and one to the machine's own files (C)."""
+    """``latest`` by a relative and by an absolute name, and a link to the machine's own files (C)."""
     folder = tmp_path / "ck"
     put(folder, {"step_10/w.bin": b"1", "step_20/w.bin": b"2"})
     (folder / "latest").symlink_to("step_20")
@@ -359,7 +359,7 @@ def test_what_a_link_names_is_kept_whatever_its_number(tmp_path):
 
 
 def test_a_link_to_a_folder_that_is_being_written_is_waited_for(tmp_path):
-    """The link was moved first (C)."""
+    """The training moved the link first (C)."""
     watcher = Watcher(tmp_path)
     put(tmp_path, {"step_10/w.bin": b"1"})
     (tmp_path / "latest").symlink_to("step_10")
@@ -373,7 +373,7 @@ def test_a_link_to_a_folder_that_is_being_written_is_waited_for(tmp_path):
 
 
 def test_distributed_takes_the_newest_with_its_metadata(tmp_path):
-    """step_30 has shards alone; the loose ``latest`` comes along."""
+    """step_30 has only shards; the loose ``latest`` is copied too."""
     put(
         tmp_path,
         {
@@ -388,7 +388,7 @@ def test_distributed_takes_the_newest_with_its_metadata(tmp_path):
 
 
 def test_distributed_written_in_place_waits_for_its_metadata(tmp_path):
-    """A shard younger than .metadata belongs to the save that is going on."""
+    """A shard younger than .metadata belongs to the save that is in progress."""
     put(tmp_path, {".metadata": b"m", "__0_0.distcp": b"new"})
     assert chosen(tmp_path) is None
 
@@ -424,7 +424,7 @@ def test_deepspeed_takes_what_latest_names_with_every_rank_s_file(tmp_path):
 
 @pytest.mark.parametrize("mark", [None, b"", b"global_step9", b"../elsewhere", b"\xff", b"x" * 5000])
 def test_deepspeed_without_a_mark_that_names_a_folder_is_nothing(tmp_path, mark):
-    """Absent, empty, of a folder that is not there, or not a name at all."""
+    """Absent, empty, of a missing folder, or not a valid name."""
     put(tmp_path, {"global_step2/mp_rank_00_model_states.pt": ZIP})
     if mark is not None:
         put(tmp_path, {"latest": mark})
@@ -433,7 +433,7 @@ def test_deepspeed_without_a_mark_that_names_a_folder_is_nothing(tmp_path, mark)
 
 
 def test_deepspeed_saved_again_under_one_name_waits_for_its_mark(tmp_path):
-    """A file younger than ``latest`` belongs to the save that is going on."""
+    """A file younger than ``latest`` belongs to the save that is in progress."""
     put(tmp_path, {"latest": b"best", "best/mp_rank_00_model_states.pt": ZIP})
     assert chosen(tmp_path) is None
 
@@ -442,7 +442,7 @@ def test_deepspeed_saved_again_under_one_name_waits_for_its_mark(tmp_path):
 
 
 def test_deepspeed_files_as_old_as_their_mark_are_whole(tmp_path):
-    """Clocks of file systems are coarse: a small model and its mark have one time."""
+    """File system clocks are coarse: a small model and its mark have the same time."""
     put(tmp_path, {"latest": b"best", "best/mp_rank_00_model_states.pt": ZIP})
     for name in ("latest", "best/mp_rank_00_model_states.pt"):
         os.utime(tmp_path / name, (1_700_000_000,) * 2)
@@ -451,7 +451,7 @@ def test_deepspeed_files_as_old_as_their_mark_are_whole(tmp_path):
 
 
 def test_deepspeed_s_mark_names_a_folder_beside_it(tmp_path):
-    """One further down is none that DeepSpeed writes, though it is there."""
+    """DeepSpeed never writes a deeper one, even if it exists."""
     name = "mp_rank_00_model_states.pt"
     put(tmp_path, {f"run/best/{name}": ZIP, f"run/old/step9/{name}": ZIP, "run/latest": b"old/step9"})
 
@@ -467,7 +467,7 @@ def test_deepspeed_s_mark_names_a_folder_beside_it(tmp_path):
         ("a.bin", b"anything", None),
         ("a.h5", hdf5(64), None),
         ("a.h5", hdf5(64, claimed=100), "HDF5 without its end"),
-        ("a.h5", hdf5(64)[:8] + b"\x09" + bytes(55), None),  # a version of tomorrow
+        ("a.h5", hdf5(64)[:8] + b"\x09" + bytes(55), None),  # a future version
         ("a.safetensors", safetensors(64), None),
         ("a.safetensors", safetensors(64)[:-1], "its header says"),
         ("a.safetensors", safetensors(64, claimed=128), "its header says"),
@@ -477,7 +477,7 @@ def test_deepspeed_s_mark_names_a_folder_beside_it(tmp_path):
     ],
 )
 def test_files_that_say_where_they_end_must_be_whole(tmp_path, name, data, why):
-    """A writer that was killed or is slow leaves such a file short."""
+    """A killed or slow writer leaves such a file short."""
     put(tmp_path, {name: data})
 
     _, found = completeness.first_look(tree.look(tmp_path).files[0])
@@ -520,7 +520,7 @@ def test_a_copy_of_a_tree_that_changes_meanwhile_does_not_count(tmp_path):
 
 
 def test_a_file_that_became_a_link_is_not_read(tmp_path):
-    """The training swaps in a link to a file of the machine after the look (C)."""
+    """The training swaps in a link to a file of the machine after the check (C)."""
     put(tmp_path / "ck", {"a": b"1", "sub/b": b"2"})
     (tmp_path / "secret").write_bytes(b"2")
     selection = select(tmp_path / "ck")
@@ -533,7 +533,7 @@ def test_a_file_that_became_a_link_is_not_read(tmp_path):
 
 
 def test_a_copy_is_of_one_instant_whatever_replaces_the_files_meanwhile(tmp_path):
-    """Both files are saved anew, by a rename, while the first is copied (C21)."""
+    """The training saves both files again, by a rename, while the first one is copied (C21)."""
     put(tmp_path / "ck", {"a": b"1", "b": b"1"})
     (tmp_path / "copy").mkdir()
 
@@ -559,7 +559,7 @@ def test_a_hard_link_to_a_file_outside_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("most_open", [1, 256])
 def test_a_copy_of_more_files_than_may_be_open_is_checked_afterwards(tmp_path, monkeypatch, most_open):
-    """Of two files with one descriptor a change in between is seen; with two it changes nothing (C21)."""
+    """Of two files with one descriptor, a change in between is detected; with two it does no harm (C21)."""
     monkeypatch.setattr(snapshots, "MOST_OPEN", most_open)
     put(tmp_path / "ck", {"a": b"1", "b": b"1"})
     (tmp_path / "copy").mkdir()

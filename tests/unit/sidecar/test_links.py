@@ -1,4 +1,4 @@
-"""A hostile training swaps links, hard links, pipes and folders in: nothing of others gets into the store."""
+"""A hostile training swaps in links, hard links, pipes and folders: no foreign file gets into the store."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from envscaler_airflow.store.root import Place
 NAME = "g1-step-00000300-a2"
 SECRET = b"of another user"
 OWN = b"of the training"
-"""As long as the secret, so that its size does not give a swap away."""
+"""As long as the secret, so that its size does not reveal a swap."""
 SENT, MOST_TRIES = 15, 5000
-"""Uploads that succeed in a race, and tries for them. Chosen: every second of them met a link before."""
+"""Uploads that succeed in a race, and tries for them. Chosen: every second one met a link before."""
 
 
 @pytest.fixture
 def secret(tmp_path):
-    """What the sidecar may read and the training may not."""
+    """Return a file that the sidecar may read and the training may not."""
     path = tmp_path / "others" / "inner" / "weights.bin"
     path.parent.mkdir(parents=True)
     path.write_bytes(SECRET)
@@ -36,37 +36,37 @@ def secret(tmp_path):
 
 
 def everything(store):
-    """All bytes in the store."""
+    """Return all bytes in the store."""
     return [store.read(name) for name in store.names("")]
 
 
 def swap_file(path, secret):
-    """A link to the secret in the file's place."""
+    """Put a link to the secret in the file's place."""
     path.unlink()
     path.symlink_to(secret)
 
 
 def swap_folder(path, secret):
-    """A link to a folder with a file of the same name in place of the file's folder."""
+    """Put a link to a folder with a file of the same name in place of the file's folder."""
     path.parent.rename(path.parent.with_name("gone"))
     path.parent.symlink_to(secret.parent)
 
 
 def swap_above(path, secret):
-    """The same one folder further up."""
+    """Do the same one folder further up."""
     above = path.parent.parent
     above.rename(above.with_name("gone-too"))
     above.symlink_to(secret.parent.parent)
 
 
 def swap_hard_link(path, secret):
-    """Another name of the secret itself."""
+    """Put another name of the secret itself in the file's place."""
     path.unlink()
     os.link(secret, path)
 
 
 def swap_pipe(path, _):
-    """A pipe, which would block a reader for ever."""
+    """Put a pipe in the file's place, which would block a reader for ever."""
     path.unlink()
     os.mkfifo(path)
 
@@ -76,7 +76,7 @@ SWAPS = (swap_file, swap_folder, swap_above, swap_hard_link, swap_pipe)
 
 @pytest.fixture
 def swapping(monkeypatch):
-    """Let *act* happen between the look at the folder and the opening of the file."""
+    """Run *act* between the check of the folder and the opening of the file."""
 
     def make(act):
         real = TreeFile.open
@@ -94,7 +94,7 @@ def swapping(monkeypatch):
 
 @pytest.mark.parametrize("swap", SWAPS)
 def test_a_checkpoint_swapped_after_the_look_is_not_followed(bench, store, secret, swapping, swap):
-    """The save is given up or waits; the file of others is not in the store (B1)."""
+    """The save is abandoned or waits; the foreign file is not in the store (B1)."""
     folder = bench.session_saves(NAME, {"sub/inner/weights.bin": b"mine"}, step=300)
     swapping(lambda: swap(folder / "sub/inner/weights.bin", secret))
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_swapped_after_the_look_is_not_followed(bench, store, secre
 def test_an_output_swapped_after_the_look_is_not_followed(
     make_bench, store, tmp_path, secret, swapping, swap
 ):
-    """Also where the folder of the output itself, or the one above it, is swapped (B1)."""
+    """Also where the folder of the output itself, or its parent, is swapped (B1)."""
     bench = make_bench(layout={"outputs": {"model": str(tmp_path / "out/model")}})
     put(tmp_path / "out/model", {"inner/weights.bin": b"mine"})
     bench.site.remember_places()
@@ -123,7 +123,7 @@ def test_an_output_swapped_after_the_look_is_not_followed(
 def test_a_snapshot_swapped_after_the_look_holds_nothing_of_others(
     make_bench, tmp_path, secret, swapping, swap
 ):
-    """The copy is not taken, at an interval as at the end, when files are linked (B1)."""
+    """No copy is made, neither at an interval nor at the end, when files are linked (B1)."""
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     put(tmp_path / "ck", {"inner/weights.bin": b"mine"})
     bench.site.memory.update(is_laid_out=True, start_step=0)
@@ -139,7 +139,7 @@ def test_a_snapshot_swapped_after_the_look_holds_nothing_of_others(
 
 @pytest.mark.parametrize("swap", SWAPS)
 def test_a_volume_swapped_after_the_look_is_not_followed(make_bench, tmp_path, secret, swapping, swap):
-    """What goes back into a bucket is below the volume (B1)."""
+    """Only files below the volume are written back to a bucket (B1)."""
     mount = {"name": "data", "source": "memory://links-back/data", "path": str(tmp_path / "data")}
     bench = make_bench(layout={"mounts": [mount]})
     put(tmp_path / "data", {"sub/inner/weights.bin": b"mine"})
@@ -153,7 +153,7 @@ def test_a_volume_swapped_after_the_look_is_not_followed(make_bench, tmp_path, s
 
 @pytest.mark.parametrize("swap", [swap_file, swap_hard_link, swap_pipe])
 def test_a_chunk_swapped_after_the_look_is_not_sent(bench, store, secret, monkeypatch, swap):
-    """A log chunk that became something else keeps no later chunk waiting (B1)."""
+    """A swapped log chunk does not delay later chunks (B1)."""
     first = bench.spool.root / "logs/000001.log"
     first.write_text("line 1")
     (bench.spool.root / "logs/000002.log").write_text("line 2")
@@ -167,7 +167,7 @@ def test_a_chunk_swapped_after_the_look_is_not_sent(bench, store, secret, monkey
 
 
 def test_a_folder_of_chunks_that_became_a_link_is_not_read(bench, store, secret):
-    """The folder of logs leads to one with a file of a chunk's name (B1)."""
+    """The folder of logs leads to a folder with a file of a chunk's name (B1)."""
     (secret.parent / "000001.log").write_bytes(SECRET)
     (bench.spool.root / "logs").rmdir()
     (bench.spool.root / "logs").symlink_to(secret.parent)
@@ -178,7 +178,7 @@ def test_a_folder_of_chunks_that_became_a_link_is_not_read(bench, store, secret)
 
 
 def test_what_was_hashed_is_what_is_sent(bench, store, secret):
-    """A swap between hash and transfer changes nothing: the open file is sent (B1)."""
+    """A swap between hash and transfer changes nothing: the sidecar sends the open file (B1)."""
     folder = bench.session_saves(NAME, {"weights.bin": b"mine"}, step=300)
     real = store._store.put_file
 
@@ -218,7 +218,7 @@ def test_links_inside_are_followed_by_whatever_way(tmp_path):
 
 
 def test_a_restore_writes_through_no_link(make_bench, tmp_path, secret):
-    """A link that lies in the checkpoint's folder is removed, not followed (B1)."""
+    """A link in the checkpoint's folder is removed, not followed (B1)."""
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     name = bench.in_store("g1-step-00000100-a1", {"inner/weights.bin": b"old"}, cooperative=False)
     (tmp_path / "ck").mkdir()
@@ -233,7 +233,7 @@ def test_a_restore_writes_through_no_link(make_bench, tmp_path, secret):
 
 
 def test_a_restore_is_not_laid_into_a_foreign_folder(bench, secret):
-    """A link where the restored files are to land is refused, and nothing is written (B1)."""
+    """A link at the destination of the restored files is refused, and nothing is written (B1)."""
     name = bench.in_store("g1-step-00000100-a1", {"inner/weights.bin": b"old"})
     (bench.spool.restored / name).mkdir()
     (bench.spool.restored / name / "inner").symlink_to(secret.parent)
@@ -245,7 +245,7 @@ def test_a_restore_is_not_laid_into_a_foreign_folder(bench, secret):
 
 
 def test_where_folders_were_is_remembered_where_the_training_cannot_write(make_bench, tmp_path, secret):
-    """A restarted sidecar takes it from its own folder, whatever sidecar.json says by then (B1)."""
+    """A restarted sidecar reads it from its own folder, even if sidecar.json changed (B1)."""
     layout = {"outputs": {"model": str(tmp_path / "out/model")}, "own": str(tmp_path / "own")}
     bench = make_bench(layout=layout)
     (tmp_path / "out").mkdir()
@@ -261,7 +261,7 @@ def test_where_folders_were_is_remembered_where_the_training_cannot_write(make_b
 
 @pytest.mark.parametrize("depth", [3, 2, 1], ids=["file", "folder", "above"])
 def test_links_that_race_with_uploads_leak_nothing(tmp_path, store, secret, depth):
-    """A thread swaps a link in and out without pause while the same folder goes up again and again (B1)."""
+    """A thread swaps a link in and out without pause while the same folder is uploaded repeatedly (B1)."""
     folder, stop = tmp_path / "race", threading.Event()
     path = folder / "sub/inner/weights.bin"
     put(folder, {"sub/inner/weights.bin": OWN})

@@ -1,4 +1,4 @@
-"""The rounds: what a node says, when, and that the end comes last."""
+"""The rounds: what a node reports, when, and that the end comes last."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from envscaler_airflow.store.checkpoints import complete_checkpoints
 
 @pytest.fixture
 def ready(make_bench, store, tmp_path):
-    """A node that can be set up, with one output."""
+    """Prepare a node that is ready for setup, with one output."""
 
     def make(**options):
         store.write("spec-0.json", b"{}")
@@ -27,7 +27,7 @@ def ready(make_bench, store, tmp_path):
 
 
 def rounds(bench, sidecar, count=1):
-    """Every thread's round once, *count* times, half a second each; True when it is done."""
+    """Run every thread's round *count* times, half a second each; return True when it is done."""
     for _ in range(count):
         bench.clock.now += 0.5
         sidecar.heavy.step()
@@ -38,7 +38,7 @@ def rounds(bench, sidecar, count=1):
 
 
 def test_a_whole_life(ready, store, tmp_path):
-    """Set up, run, checkpoint, succeed; the end is said when everything is up, and ``done`` after that."""
+    """Set up, run, checkpoint, succeed; the end follows the last upload, and ``done`` follows the end."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     sidecar.step()
@@ -67,7 +67,7 @@ def test_a_whole_life(ready, store, tmp_path):
 
 
 def test_the_end_is_not_said_before_everything_is_up(ready, store, tmp_path):
-    """The store takes the status and nothing else: the node is uploading, not ended."""
+    """The store accepts only the status: the node is uploading, not ended."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -86,7 +86,7 @@ def test_the_end_is_not_said_before_everything_is_up(ready, store, tmp_path):
 
 
 def test_the_last_output_of_the_command_goes_up_before_the_end(ready, store, tmp_path):
-    """Only the logs cannot be written: whoever reads the end wants the last lines too."""
+    """Only the logs cannot be written: a reader of the end wants the last lines too."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -110,7 +110,7 @@ def test_the_last_output_of_the_command_goes_up_before_the_end(ready, store, tmp
 
 
 def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
-    """The uploads were through, then the other thread finished the last snapshot."""
+    """The uploads were complete, then the other thread finished the last snapshot."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -132,7 +132,7 @@ def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
 
 
 def test_done_is_not_said_before_the_end_was(ready, store, tmp_path):
-    """Whoever reads ``done`` may take the machine away: the last status must be in the store."""
+    """A reader of ``done`` may remove the machine: the last status must already be in the store."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -152,7 +152,7 @@ def test_done_is_not_said_before_the_end_was(ready, store, tmp_path):
 
 
 def test_a_missing_output_turns_success_into_failure(ready):
-    """Exit code 0, no output: the reason and the path are said."""
+    """Exit code 0, no output: the status has the reason and the path."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -168,7 +168,7 @@ def test_a_missing_output_turns_success_into_failure(ready):
 
 @pytest.mark.parametrize("reason", ["failed", "left", "killed"])
 def test_outputs_of_a_command_that_did_not_succeed_stay_here(ready, store, tmp_path, reason):
-    """A half-trained model is no output."""
+    """A half-trained model is not an output."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -182,7 +182,7 @@ def test_outputs_of_a_command_that_did_not_succeed_stay_here(ready, store, tmp_p
 
 
 def test_the_last_checkpoint_goes_up_before_the_end(ready, store):
-    """Saved while leaving, seconds before the command ended."""
+    """Saved while draining, seconds before the command ended."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -196,7 +196,7 @@ def test_the_last_checkpoint_goes_up_before_the_end(ready, store):
 
 
 def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store, tmp_path):
-    """Code that knows nothing of us wrote its model and exited."""
+    """Code that does not use the library wrote its model and exited."""
     store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     bench.owner_asks()
@@ -212,7 +212,7 @@ def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store
 
 
 def test_a_failed_set_up_is_said_with_its_reason(make_bench):
-    """The wrapper takes it up and ends; the status carries the wrapper's word."""
+    """The wrapper reads it and ends; the status carries the wrapper's report."""
     bench = make_bench()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar, 2)
@@ -226,7 +226,7 @@ def test_a_failed_set_up_is_said_with_its_reason(make_bench):
 
 
 def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_bench):
-    """Two minutes later the sidecar says it for the wrapper."""
+    """Two minutes later the sidecar reports the end instead of the wrapper."""
     bench = make_bench()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar, 2)
@@ -239,7 +239,7 @@ def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_ben
 
 
 def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):
-    """Its image may still be on its way: no wrapper takes up that it is to go."""
+    """Its image may still be loading: no wrapper reads that it should stop."""
     bench = ready()
     bench.heard(sequence=7, action="leave", reason="orphaned: the lease stood still")
     sidecar = Sidecar(bench.site)
@@ -252,7 +252,7 @@ def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):
 
 
 def test_a_status_every_15_seconds_and_on_change(ready, store):
-    """Steps alone wait for the 15 s; an epoch, the health or the phase does not."""
+    """Steps alone wait for the 15 s; a change of epoch, health or phase does not."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     bench.wrapper_says(progress={"step": 1, "epoch": 0})
@@ -274,7 +274,7 @@ def test_a_status_every_15_seconds_and_on_change(ready, store):
 
 
 def test_the_sequence_grows_across_restarts(ready, store):
-    """Also when the machine is another and only the store remembers."""
+    """Also on another machine, where only the store has the last sequence."""
     bench = ready()
     rounds(bench, Sidecar(bench.site), 3)
     first = bench.status().sequence
@@ -288,7 +288,7 @@ def test_the_sequence_grows_across_restarts(ready, store):
 
 
 def test_an_outage_of_the_store_stops_nothing(ready, store):
-    """An hour without a store: everything waits on the disk and goes up afterwards."""
+    """An hour without a store: everything waits on the disk and is uploaded afterwards."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -312,7 +312,7 @@ def test_an_outage_of_the_store_stops_nothing(ready, store):
 
 @pytest.mark.parametrize("left", ["nothing", "a file"])
 def test_an_spool_that_the_training_removed_holds_no_machine(ready, store, tmp_path, left):
-    """What lay there is lost; the end is heard, outputs go up, and the sidecar is done."""
+    """Its files are lost; the end is still received, outputs are uploaded, and the sidecar finishes."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -331,7 +331,7 @@ def test_an_spool_that_the_training_removed_holds_no_machine(ready, store, tmp_p
 
 
 def test_nonsense_from_the_wrapper_is_said_and_survived(ready):
-    """The last status that was understood is kept."""
+    """The last valid status is kept."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     bench.wrapper_says(progress={"step": 1})
@@ -345,7 +345,7 @@ def test_nonsense_from_the_wrapper_is_said_and_survived(ready):
 
 
 def test_secrets_of_the_wrappers_folder_are_not_followed(ready, tmp_path):
-    """wrapper.json that is a link to elsewhere is not read."""
+    """The sidecar does not read a wrapper.json that is a link to elsewhere."""
     bench = ready()
     (tmp_path / "other.json").write_bytes(Status(message="token").to_json())
     bench.spool.wrapper.symlink_to(tmp_path / "other.json")
@@ -366,7 +366,7 @@ def test_a_pipe_in_place_of_a_file_blocks_nobody(ready):
 
 
 def test_what_is_done_stays_done(ready, tmp_path):
-    """A sidecar that is started once more says nothing and ends at once."""
+    """A sidecar that is restarted after its end writes nothing and exits at once."""
     bench = ready()
     sidecar = Sidecar(bench.site)
     rounds(bench, sidecar)
@@ -380,7 +380,7 @@ def test_what_is_done_stays_done(ready, tmp_path):
 
 
 def test_a_full_disk_under_the_spool_loses_no_state(bench, monkeypatch):
-    """sidecar.json cannot be replaced: the old one stays, whole, and the state is the old one."""
+    """sidecar.json cannot be replaced: the old file stays complete, with the old state."""
     bench.site.memory.update(checkpoints=1)
 
     def full(*_, **__):
@@ -432,7 +432,7 @@ def test_a_reader_never_sees_half_a_file(bench, monkeypatch):
 
 
 def test_state_of_a_newer_sidecar_is_read(tmp_path):
-    """Unknown fields are left out, known ones kept."""
+    """Unknown fields are ignored, known ones kept."""
     spool = Spool(tmp_path)
     spool.write_json(spool.sidecar, {"sequence": 7, "rejected": ["a"], "mood": "new"})
 
@@ -442,7 +442,7 @@ def test_state_of_a_newer_sidecar_is_read(tmp_path):
 
 
 def test_what_is_over_is_said_no_more(ready):
-    """A disk that was full for a moment is not told of for the rest of the training."""
+    """A disk that was full for a moment is not reported for the rest of the training."""
     bench = ready()
     sidecar, messages = Sidecar(bench.site), []
     steps = iter([OSError("No space left on device"), None])
@@ -462,7 +462,7 @@ def test_what_is_over_is_said_no_more(ready):
 
 
 def test_a_name_that_is_no_utf8_costs_no_memory(tmp_path):
-    """It is in a message; what a sidecar that is started again knows is all still there."""
+    """It is in a message; a restarted sidecar still has all its state."""
     spool = Spool(tmp_path)
     Memory(spool).update(rejected=("g1-step-00000100-a1: x\udcff is missing",), name_step=700)
 
@@ -473,7 +473,7 @@ def test_a_name_that_is_no_utf8_costs_no_memory(tmp_path):
 
 @pytest.mark.parametrize("body", [b"{", b'{"mounts": [{"name": 1}]}', b"[]"])
 def test_a_layout_that_is_none_is_an_error(tmp_path, body):
-    """The backend's mistake, said with its path."""
+    """It is a bug of the backend, reported with the path."""
     (tmp_path / "layout.json").write_bytes(body)
 
     with pytest.raises(ProtocolError, match=r"layout\.json"):

@@ -34,7 +34,7 @@ def test_outputs_go_up_with_their_uris(finished, store):
 
 
 def test_an_output_that_was_never_written_is_a_failure(finished, tmp_path):
-    """The command succeeded and did not do what the spec says."""
+    """The command succeeded but did not do what the spec requires."""
     (tmp_path / "out/r.json").unlink()
 
     assert Outputs(finished.site).step()
@@ -46,7 +46,7 @@ def test_an_output_that_was_never_written_is_a_failure(finished, tmp_path):
 
 
 def test_outputs_wait_for_the_store(finished, store):
-    """One is up, the store goes away, the other follows later; the first is not repeated."""
+    """One is uploaded, the store becomes unreachable, the other follows later; the first is not repeated."""
     outputs = Outputs(finished.site)
     real = store._store.write
 
@@ -67,7 +67,7 @@ def test_outputs_wait_for_the_store(finished, store):
 
 
 def test_a_zombie_does_not_overwrite_the_outputs(finished, store):
-    """A later attempt has begun: its outputs are the run's."""
+    """A later attempt has begun: the run uses its outputs."""
     store.write(control_name(1, 3), Control().to_json())
 
     assert Outputs(finished.site).step()
@@ -77,7 +77,7 @@ def test_a_zombie_does_not_overwrite_the_outputs(finished, store):
 
 
 def test_an_output_whose_folder_became_a_link_is_not_read(finished, store, tmp_path):
-    """The training laid its output folder elsewhere, where a folder of that name lies: not its own."""
+    """The training replaced its output folder by a link to a folder outside that has the same name."""
     finished.site.remember_places()
     (tmp_path / "etc/model").mkdir(parents=True)
     (tmp_path / "etc/model/shadow").write_text("secret")
@@ -91,7 +91,7 @@ def test_an_output_whose_folder_became_a_link_is_not_read(finished, store, tmp_p
 
 
 def test_an_output_that_became_a_link_to_the_store_is_not_read(finished, store, tmp_path):
-    """Neither is the store copied into itself."""
+    """The store is not copied into itself either."""
     finished.site.remember_places()
     shutil.rmtree(tmp_path / "out/model")
     (tmp_path / "out/model").symlink_to(tmp_path / "store")
@@ -103,7 +103,7 @@ def test_an_output_that_became_a_link_to_the_store_is_not_read(finished, store, 
 
 
 def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(finished, store, monkeypatch):
-    """A million of small files would be uploaded for an hour, and then not count."""
+    """A million small files would be uploaded for an hour, and then not count."""
     monkeypatch.setattr("envscaler_airflow.store.manifests.MAX_MANIFEST_BYTES", 150)
     (finished.root / "out/model/v").write_text("V")
 
@@ -115,7 +115,7 @@ def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(fi
 
 @pytest.mark.parametrize("target", ["/output/model/w", "/output/model/w-away"])
 def test_an_absolute_link_below_a_literal_mount_path_is_its_own(make_bench, store, tmp_path, target):
-    """On `local` the training sees /output, which lies elsewhere: its links lead there (F9)."""
+    """On `local` the training sees /output, which is elsewhere: its links lead there (F9)."""
     model = tmp_path / "root/output/model"
     model.mkdir(parents=True)
     (model / "w").write_text("W")

@@ -1,4 +1,4 @@
-"""Which checkpoint a start begins from: found, verified, published, laid back."""
+"""The checkpoint that a start uses: found, verified, published, restored."""
 
 import hashlib
 import os
@@ -20,12 +20,12 @@ OLD, NEW = "g1-step-00000100-a1", "g1-step-00000200-a1"
 
 
 def tree(folder):
-    """All files below *folder*."""
+    """Return all files below *folder*."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def stored(bench, name, path="model.bin"):
-    """Where the store keeps a file."""
+    """Return the store's path of a file."""
     return bench.root / "store/d/run/checkpoints" / name / path
 
 
@@ -54,7 +54,7 @@ def test_the_newest_good_one_is_laid_out(bench):
     ids=["missing", "truncated", "bit-flipped", "no manifest", "torn manifest"],
 )
 def test_a_bad_one_is_rejected_and_the_one_before_is_used(bench, damage):
-    """The reason stands in the status; nothing of the bad one is left on the disk."""
+    """The status has the reason; nothing of the bad checkpoint remains on the disk."""
     bench.in_store(OLD)
     bench.in_store(NEW)
     damage(stored(bench, NEW))
@@ -68,7 +68,7 @@ def test_a_bad_one_is_rejected_and_the_one_before_is_used(bench, damage):
 
 
 def test_own_checkpoints_come_before_the_candidates(bench):
-    """A node that was replaced within the attempt goes on from what the attempt saved."""
+    """A node that was replaced within the attempt continues from the attempt's own saves."""
     own = bench.in_store("g1-step-00000150-a2")
     bench.in_store(NEW)
 
@@ -76,7 +76,7 @@ def test_own_checkpoints_come_before_the_candidates(bench):
 
 
 def test_a_zombies_checkpoint_is_not_chosen(make_bench):
-    """Attempt 3 was declared lost and saves on; attempt 4 knows only what its owner listed."""
+    """Attempt 3 was declared lost and keeps saving; attempt 4 knows only what its owner listed."""
     bench = make_bench(attempt=4)
     known = bench.in_store("g1-step-00000200-a3")
     bench.in_store("g1-step-00000900-a3")
@@ -85,7 +85,7 @@ def test_a_zombies_checkpoint_is_not_chosen(make_bench):
 
 
 def test_without_any_it_begins_fresh(bench):
-    """Also when every candidate is bad: the reasons say so."""
+    """Also when every candidate is bad: the status has the reasons."""
     bench.in_store(OLD)
     stored(bench, OLD).unlink()
 
@@ -94,7 +94,7 @@ def test_without_any_it_begins_fresh(bench):
 
 
 def test_another_runs_checkpoint_by_its_uri(make_bench, bench, tmp_path):
-    """``restore_from`` begins a fresh run; its step is where this run begins."""
+    """``restore_from`` begins a fresh run; the run begins at the checkpoint's step."""
     name = make_bench(generation=3, attempt=5).in_store("g3-step-00000700-a5", samples=9)
     uri = f"file://{tmp_path}/store/d/run/checkpoints/{name}"
 
@@ -106,7 +106,7 @@ def test_another_runs_checkpoint_by_its_uri(make_bench, bench, tmp_path):
 
 
 def test_own_work_comes_before_restore_from(bench, tmp_path):
-    """The second attempt of such a run goes on from its own checkpoint."""
+    """The second attempt of such a run continues from its own checkpoint."""
     bench.in_store(NEW)
 
     assert restore(bench.site, Control(candidates=(NEW,), restore_from=f"{tmp_path}/none")).source == NEW
@@ -127,7 +127,7 @@ def test_a_bad_restore_from_fails_the_set_up(make_bench, bench, store, tmp_path)
 
 
 def test_a_store_that_does_not_answer_rejects_nothing(bench, store):
-    """Unknown is not bad: the attempt does not begin from an older one because of an outage."""
+    """Unknown is not bad: an outage does not make the attempt begin from an older checkpoint."""
     bench.in_store(OLD)
     bench.in_store(NEW)
     real = store._store.get_file
@@ -143,7 +143,7 @@ def test_a_store_that_does_not_answer_rejects_nothing(bench, store):
 
 
 def test_a_snapshot_is_laid_back_where_the_code_looks_for_it(make_bench, tmp_path):
-    """The folder holds exactly the snapshot; what an earlier life left there is gone."""
+    """The folder has exactly the snapshot; files of an earlier pod are gone."""
     ours = tmp_path / "ck"
     bench = make_bench(layout={"checkpoint_path": str(ours)})
     bench.in_store(NEW, {"checkpoint-200/trainer_state.json": b'{"global_step":200}'}, cooperative=False)
@@ -159,7 +159,7 @@ def test_a_snapshot_is_laid_back_where_the_code_looks_for_it(make_bench, tmp_pat
 
 
 def test_links_of_a_snapshot_are_links_again(make_bench, tmp_path):
-    """``latest`` is no copied folder, so that the training can move it at its next save (C)."""
+    """``latest`` is not a copied folder, so that the training can move it at its next save (C)."""
     ours = tmp_path / "ck"
     bench = make_bench(layout={"checkpoint_path": str(ours)})
     links = {"latest": "step_200", "best/model.bin": "../step_200/w.bin"}
@@ -172,7 +172,7 @@ def test_links_of_a_snapshot_are_links_again(make_bench, tmp_path):
 
 
 def test_files_keep_the_order_in_which_they_were_modified(make_bench, tmp_path):
-    """Code that goes on from the newest file finds it, and a mark is no older than its shards (C).
+    """Code that resumes from the newest file finds it, and shards are never younger than their mark (C).
 
     Also where the clock of the machine that saved them is an hour ahead of this one's.
     """
@@ -201,7 +201,7 @@ def test_files_keep_the_order_in_which_they_were_modified(make_bench, tmp_path):
 
 
 def test_what_a_session_saved_stays_out_of_the_codes_folder(make_bench, tmp_path):
-    """Cooperating code gets a path of ours."""
+    """Cooperating code gets a separate path."""
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     bench.in_store(NEW)
 
@@ -209,7 +209,7 @@ def test_what_a_session_saved_stays_out_of_the_codes_folder(make_bench, tmp_path
 
 
 def test_a_lay_back_that_was_cut_short_is_done_again(make_bench, tmp_path, monkeypatch):
-    """The sidecar dies after one of two files; the next one lays both."""
+    """The sidecar dies after one of two files; the next one restores both."""
     ours = tmp_path / "ck"
     bench = make_bench(layout={"checkpoint_path": str(ours)})
     bench.in_store(NEW, {"a": b"1", "b": b"2"}, cooperative=False)
@@ -234,7 +234,7 @@ def test_a_lay_back_that_was_cut_short_is_done_again(make_bench, tmp_path, monke
 
 
 def test_other_nodes_take_what_node_0_chose(make_bench, store):
-    """Node 1 waits until node 0's status says it; its own opinion does not count."""
+    """Node 1 waits until node 0's status names the choice; its own view does not count."""
     bench = make_bench(node=1, nodes=2)
     bench.in_store(OLD)
     bench.in_store(NEW)
@@ -259,7 +259,7 @@ def test_other_nodes_take_what_node_0_chose(make_bench, store):
 
 
 def test_other_nodes_begin_fresh_when_node_0_does(make_bench, store):
-    """Step 0 and no name is a decision too."""
+    """Step 0 without a name is a decision too."""
     bench = make_bench(node=1, nodes=2)
     bench.in_store(NEW)
     store.write(status_name(1, 2, 0), Status(start_step=0).to_json())
@@ -268,7 +268,7 @@ def test_other_nodes_begin_fresh_when_node_0_does(make_bench, store):
 
 
 def test_other_nodes_do_not_wait_for_a_node_that_ended(make_bench, store):
-    """Node 0 failed its set-up: so does node 1, at once."""
+    """Node 0's setup failed: node 1 fails too, at once."""
     bench = make_bench(node=1, nodes=2)
     ended = '{"schema":"1.0","phase":"ended","ended":{"reason":"setup-failed","detail":"no disk"}}'
     store.write(status_name(1, 2, 0), ended.encode())
@@ -279,7 +279,7 @@ def test_other_nodes_do_not_wait_for_a_node_that_ended(make_bench, store):
 
 @pytest.mark.parametrize("reason", ["left", "stopped", "orphaned", "killed"])
 def test_a_node_0_that_had_to_go_is_no_fault_of_the_stage(make_bench, store, reason):
-    """Its spot machine was taken, no pod replaced it in time: the node that is still set up goes, too."""
+    """Its spot machine was reclaimed and no pod replaced it in time: the node still in setup stops, too."""
     bench = make_bench(node=1, nodes=2)
     bench.site.ending.wait = lambda _seconds: setattr(bench.clock, "now", bench.clock.now + 100)
     store.write(status_name(1, 2, 0), Status(phase="ended", ended=Ended(reason=reason)).to_json())
@@ -292,7 +292,7 @@ def test_a_node_0_that_had_to_go_is_no_fault_of_the_stage(make_bench, store, rea
     "said", ["file:///etc", "/etc", "../../other", "g1-step-00000900-a1", "g2-step-00000100-a1", "nonsense"]
 )
 def test_what_node_0_names_must_be_what_the_owner_allows(make_bench, store, said):
-    """Its status is data: neither an address of its choice nor a void checkpoint."""
+    """Its status is untrusted data: neither an address of its choice nor a void checkpoint counts."""
     bench = make_bench(node=1, nodes=2)
     bench.in_store(OLD)
     store.write(status_name(1, 2, 0), Status(start_step=1, restored_from=said).to_json())
@@ -302,22 +302,22 @@ def test_what_node_0_names_must_be_what_the_owner_allows(make_bench, store, said
 
 
 class FakeFiles:
-    """A store in which *names*, as an object store may hold them, are empty."""
+    """A store in which *names*, as an object store may contain them, are empty."""
 
     def __init__(self, store, names):
-        """All else is passed on."""
+        """Pass everything else on."""
         self._store, self._names = store, names
 
     def __getattr__(self, name):
-        """Passed on."""
+        """Return the attribute of the real store."""
         return getattr(self._store, name)
 
     def size(self, name):
-        """0 for what is empty."""
+        """Return 0 for an empty file."""
         return 0 if name in self._names else self._store.size(name)
 
     def get_file(self, name, path):
-        """An empty file."""
+        """Return an empty file."""
         if name not in self._names:
             return self._store.get_file(name, path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -330,7 +330,7 @@ class FakeFiles:
     ids=["file and folder", "folder and file", "long name"],
 )
 def test_a_manifest_that_cannot_be_laid_out_is_torn(bench, store, paths):
-    """The one before is used, and the attempt does not fail."""
+    """The previous checkpoint is used, and the attempt does not fail."""
     bench.in_store(OLD)
     empty = hashlib.sha256(b"").hexdigest()
     files = tuple(ManifestFile(path=path, size=0, sha256=empty) for path in paths)

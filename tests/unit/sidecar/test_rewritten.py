@@ -1,4 +1,4 @@
-"""Saves that a library writes over the one before, in the same place, all the time."""
+"""Saves that a library writes over the previous one, in the same place, all the time."""
 
 import pickle
 
@@ -8,7 +8,7 @@ from fakes.snapshots import end, notice, replace_with, run, saved
 
 
 def test_saves_that_are_written_anew_in_place_every_second_are_kept(trained):
-    """As joblib does, and Keras' BackupAndRestore: what its writer has closed counts when overdue (C21)."""
+    """As joblib and Keras' BackupAndRestore do: a closed file counts when the save is overdue (C21)."""
     bench = trained(every={"seconds": 5})
     for count in range(20):
         (bench.ck / "model.joblib").write_bytes(b"%03d" % count + b"w" * 2000)
@@ -19,7 +19,7 @@ def test_saves_that_are_written_anew_in_place_every_second_are_kept(trained):
 
 
 def test_a_save_that_is_being_written_in_place_is_not_copied(trained):
-    """Its writer has it open at each look (C21)."""
+    """Its writer has it open at each check (C21)."""
     bench = trained(every={"seconds": 5})
     for count in range(20):
         with (bench.ck / "model.joblib").open("wb") as file:
@@ -33,7 +33,7 @@ def test_a_save_that_is_being_written_in_place_is_not_copied(trained):
 
 
 def test_a_kill_leaves_the_newest_save_whose_format_says_where_it_ends(trained):
-    """Both were written a moment before; an HDF5 file and a JSON text are whole or are not (C21)."""
+    """Both were written a moment before; HDF5 and JSON files show whether they are complete (C21)."""
     bench = trained()
     put(bench.ck, {"latest.weights.h5": hdf5(100), "meta.json": b'{"epoch": 7}'})
 
@@ -44,7 +44,7 @@ def test_a_kill_leaves_the_newest_save_whose_format_says_where_it_ends(trained):
 
 
 def test_a_counter_that_is_kept_open_holds_up_no_snapshot(trained):
-    """Written from its first byte on each time, and never closed: no save (C2)."""
+    """Rewritten from its first byte each time and never closed: not a save (C2)."""
     bench = trained(every={"seconds": 5})
     with (bench.ck / "counter").open("wb") as counter:
         for count in range(30):
@@ -69,7 +69,7 @@ def test_a_counter_that_is_kept_open_holds_up_no_snapshot(trained):
     ],
 )
 def test_a_kill_within_a_save_leaves_nothing_of_it(trained, files):
-    """Half of it would be restored (C21)."""
+    """A restore of half a save would be wrong (C21)."""
     bench = trained()
     put(bench.ck, files)
 

@@ -1,4 +1,4 @@
-"""What is laid out before the start, and what is said when that fails."""
+"""What setup lays out before the start, and what it reports when it fails."""
 
 import json
 
@@ -22,7 +22,7 @@ SPEC = {
 
 @pytest.fixture
 def node(make_bench, tmp_path, store):
-    """A node whose run is ready to start, with layout fields on demand."""
+    """A node whose run is ready to start, with optional layout fields."""
 
     def make(**layout):
         store.write("spec-0.json", json.dumps(SPEC).encode())
@@ -34,7 +34,7 @@ def node(make_bench, tmp_path, store):
 
 
 def ship(store, tmp_path, text="print(1)"):
-    """Put a workdir archive into the store; its name."""
+    """Put a workdir archive into the store and return its name."""
     folder = tmp_path / "code"
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(text)
@@ -44,12 +44,12 @@ def ship(store, tmp_path, text="print(1)"):
 
 
 def mount(path, source):
-    """One volume of a layout."""
+    """Return one volume of a layout."""
     return [{"name": "data", "source": str(source), "path": str(path)}]
 
 
 def test_a_fresh_start(node, store, tmp_path):
-    """Code is there, the folders that the training writes to exist, and the session knows the spec."""
+    """The code and the training's output folders exist, and the session knows the spec."""
     ship(store, tmp_path)
     bench = node(
         work=str(tmp_path / "w"), checkpoint_path=str(tmp_path / "ck"), outputs={"m": str(tmp_path / "out/m")}
@@ -84,7 +84,7 @@ def test_a_fresh_start(node, store, tmp_path):
 
 
 def test_nothing_is_laid_out_under_a_running_training(node, store, tmp_path):
-    """A sidecar that is started again after start.json leaves the workdir alone."""
+    """A sidecar that restarts after start.json exists leaves the workdir unchanged."""
     ship(store, tmp_path)
     bench = node(work=str(tmp_path / "w"))
     lay_out(bench.site)
@@ -98,7 +98,7 @@ def test_nothing_is_laid_out_under_a_running_training(node, store, tmp_path):
 
 
 def test_a_sidecar_killed_during_the_set_up_lays_out_again(node, store, tmp_path):
-    """What it left half done is cleared: the workdir holds the archive and nothing else."""
+    """Half-finished files are removed: the workdir contains the archive and nothing else."""
     ship(store, tmp_path)
     bench = node(work=str(tmp_path / "w"))
     (tmp_path / "w").mkdir()
@@ -111,7 +111,7 @@ def test_a_sidecar_killed_during_the_set_up_lays_out_again(node, store, tmp_path
 
 
 def test_a_flipped_bit_in_the_archive_fails_the_set_up(node, store, tmp_path):
-    """The hash in its name is checked; the training never sees it."""
+    """The sidecar checks the hash in its name; the training never sees the archive."""
     name = ship(store, tmp_path)
     path = tmp_path / "store/d/run" / name
     data = bytearray(path.read_bytes())
@@ -127,7 +127,7 @@ def test_a_flipped_bit_in_the_archive_fails_the_set_up(node, store, tmp_path):
 
 
 def test_two_archives_and_no_name_is_an_error(node, store, tmp_path):
-    """The sidecar does not guess; with a name in the layout it takes that one."""
+    """The sidecar does not guess; if the layout has a name, it uses that one."""
     first = ship(store, tmp_path)
     ship(store, tmp_path, "print(2)")
     bench = node(work=str(tmp_path / "w"))
@@ -142,7 +142,7 @@ def test_two_archives_and_no_name_is_an_error(node, store, tmp_path):
 
 
 def test_an_output_of_another_stage_arrives_verified(node, store, tmp_path):
-    """Its URI is the volume's source; every file is checked against the manifest."""
+    """The volume's source is its URI; the sidecar checks every file against the manifest."""
     (tmp_path / "made").mkdir()
     (tmp_path / "made/a.txt").write_text("A")
     uri = put_output(store, "data", tmp_path / "made", attempt=(1, 1), claim=1)
@@ -155,7 +155,7 @@ def test_an_output_of_another_stage_arrives_verified(node, store, tmp_path):
 
 
 def test_a_torn_output_fails_the_set_up(node, store, tmp_path):
-    """The message names volume, file and what is wrong."""
+    """The message names the volume, the file and the error."""
     (tmp_path / "made").mkdir()
     (tmp_path / "made/a.txt").write_text("A")
     uri = put_output(store, "data", tmp_path / "made", attempt=(1, 1), claim=1)
@@ -174,7 +174,7 @@ def test_a_torn_output_fails_the_set_up(node, store, tmp_path):
 )
 @pytest.mark.parametrize("kind", ["output", "path", "file"])
 def test_one_file_lands_inside_or_as_the_mounts_path(node, store, tmp_path, kind, path, landed):
-    """A path with the same suffix is the file itself; else the file lands in it."""
+    """A path with the same suffix is the file itself; otherwise the file is inside it."""
     (tmp_path / "pred.csv").write_text("1,2")
     source = {
         "output": lambda: put_output(store, "p", tmp_path / "pred.csv", attempt=(1, 1), claim=1),
@@ -189,7 +189,7 @@ def test_one_file_lands_inside_or_as_the_mounts_path(node, store, tmp_path, kind
 
 
 def test_a_local_folder_is_copied_and_a_host_path_is_linked(node, tmp_path):
-    """A copy can be written to without harm; ``hostPath:`` is the machine's own folder."""
+    """A copy is safe to write to; ``hostPath:`` is the machine's own folder."""
     (tmp_path / "data/sub").mkdir(parents=True)
     (tmp_path / "data/sub/a").write_text("A")
     bench = node(
@@ -209,7 +209,7 @@ def test_a_local_folder_is_copied_and_a_host_path_is_linked(node, tmp_path):
 
 @pytest.mark.parametrize("is_absolute", [False, True])
 def test_a_link_in_a_volume_that_leads_outside_is_refused(node, tmp_path, is_absolute):
-    """The sidecar can read what the training may not: it copies nothing from elsewhere (B1)."""
+    """The sidecar can read what the training may not: it copies nothing from outside (B1)."""
     (tmp_path / "token").write_text("secret")
     (tmp_path / "data/sub").mkdir(parents=True)
     (tmp_path / "data/sub/x").symlink_to(tmp_path / "token" if is_absolute else "../../token")
@@ -223,7 +223,7 @@ def test_a_link_in_a_volume_that_leads_outside_is_refused(node, tmp_path, is_abs
 
 
 def test_links_inside_a_volume_are_followed(node, tmp_path):
-    """The copy holds what they lead to, with mode and time; the source itself may be a link (B1)."""
+    """The copy contains their targets, with mode and time; the source itself may be a link (B1)."""
     (tmp_path / "real/blobs").mkdir(parents=True)
     blob = tmp_path / "real/blobs/1"
     blob.write_text("weights")
@@ -241,7 +241,7 @@ def test_links_inside_a_volume_are_followed(node, tmp_path):
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "hostPath:/no/such/folder", "file:///no/such/folder"])
 def test_a_volume_that_does_not_exist_is_named(node, tmp_path, source):
-    """Volume and path are in the message."""
+    """The message has the volume and the path."""
     bench = node(mounts=mount(tmp_path / "in", source))
 
     lay_out(bench.site)
@@ -254,7 +254,7 @@ def test_a_volume_that_does_not_exist_is_named(node, tmp_path, source):
 
 
 def test_an_attempt_that_is_asked_to_go_is_not_set_up(node, tmp_path):
-    """The owner changed its mind during a long copy: the wrapper is told at once."""
+    """The owner changed its mind during a long copy: the wrapper learns of it at once."""
     bench = node(mounts=mount(tmp_path / "in", "/no/such/folder"))
     bench.heard(sequence=7, action="stop", reason="budget")
 
@@ -265,7 +265,7 @@ def test_an_attempt_that_is_asked_to_go_is_not_set_up(node, tmp_path):
 
 
 def test_a_sidecar_that_must_end_leaves_the_set_up_to_the_next(node):
-    """No start.json, so the next one begins again."""
+    """Without start.json, the next one begins again."""
     bench = node()
     bench.site.ending.set()
 
@@ -275,7 +275,7 @@ def test_a_sidecar_that_must_end_leaves_the_set_up_to_the_next(node):
 
 
 def test_a_store_that_never_answers_fails_the_set_up(node, store):
-    """After its patience, with the store's own words."""
+    """After its patience, with the store's own message."""
     bench = node()
     store.down = True
 
@@ -285,7 +285,7 @@ def test_a_store_that_never_answers_fails_the_set_up(node, store):
 
 
 def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, store, tmp_path, monkeypatch):
-    """It answered at first: a failover that takes longer than the patience ends the attempt, not the run."""
+    """It answered at first: a failover longer than the patience ends the attempt, not the run."""
     ship(store, tmp_path)
     bench = node(work=str(tmp_path / "w"))
     monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=True))
@@ -297,7 +297,7 @@ def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, sto
 
 
 def test_a_volume_that_does_not_answer_is_the_stages_fault(node, store, monkeypatch):
-    """The run's store is there: another try would meet the same."""
+    """The run's store answers: another try would fail the same way."""
     bench = node()
     monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=False))
 
@@ -307,13 +307,13 @@ def test_a_volume_that_does_not_answer_is_the_stages_fault(node, store, monkeypa
 
 
 def go_away(store, *, for_good):
-    """A call that gets no answer, of this store or of another."""
+    """Fail a call without an answer; *for_good*: the run's store stays down too."""
     store.down = for_good
     raise StoreError("the store is down", transient=True)
 
 
 def test_what_an_earlier_try_could_not_write_down_does_not_count(node, store):
-    """A disk that was full for a moment: the training that was laid out after it is uploaded."""
+    """A disk that was full for a moment: the training that starts after it is uploaded."""
     bench = node()
     bench.site.memory.update(failed="set-up failed: disk full")
 
@@ -323,7 +323,7 @@ def test_what_an_earlier_try_could_not_write_down_does_not_count(node, store):
 
 
 def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
-    """No frozen spec: operator and sidecar look at different stores."""
+    """No frozen spec: the operator and the sidecar use different stores."""
     bench = make_bench()
 
     lay_out(bench.site)
@@ -332,7 +332,7 @@ def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
 
 
 def test_a_sidecar_reads_the_spec_that_its_launch_names(node, store):
-    """Whatever an older owner writes beside it later (A2)."""
+    """An older owner may later write other files beside it (A2)."""
     for name in ("spec.yaml", "spec-1.json", "spec.json"):
         store.write(name, json.dumps({"distributed": {"global_batch": 1}}).encode())
     bench = node()
@@ -343,7 +343,7 @@ def test_a_sidecar_reads_the_spec_that_its_launch_names(node, store):
 
 
 def test_a_launch_that_names_no_spec_is_refused(make_bench):
-    """There is none to fall back to (A2)."""
+    """There is no fallback (A2)."""
     bench = make_bench(layout={"spec": ""})
     bench.owner_asks()
 
@@ -364,12 +364,12 @@ def test_a_launch_that_names_no_spec_is_refused(make_bench):
     ],
 )
 def test_every_is_read_in_all_its_forms(value, every):
-    """As users write it, and as a frozen spec may hold it."""
+    """In the forms that users write and that a frozen spec may contain."""
     assert read_every(value) == every
 
 
 def test_nonsense_in_the_spec_is_an_error_of_the_protocol():
-    """Never a crash."""
+    """It never crashes."""
     for body in (b"[]", b": : :", b'{"checkpoint": 3}', b'{"checkpoint": {"every": "often"}}'):
         with pytest.raises(ProtocolError):
             read_frozen(body)

@@ -1,4 +1,4 @@
-"""A stage that has saved nothing after its interval says so."""
+"""A stage that has saved nothing after its interval reports that."""
 
 import pytest
 from fakes.checkpoint_files import ZIP, put
@@ -20,7 +20,7 @@ from envscaler_airflow.sidecar.snapshots import Snapshots
     ],
 )
 def test_a_stage_that_saves_nothing_says_so(trained, files, reason):
-    """After its interval and half of it: in the status and for the log, with the files and why (C)."""
+    """After one and a half intervals: in the status and for the log, with the files and the reason (C)."""
     bench = trained(every={"seconds": 60})
     put(bench.ck, files)
 
@@ -33,7 +33,7 @@ def test_a_stage_that_saves_nothing_says_so(trained, files, reason):
 
 
 def test_what_is_saved_after_all_takes_the_words_back(trained):
-    """And a training that saves nothing more says so again (C)."""
+    """A training that later stops saving reports it again (C)."""
     bench = trained(every={"seconds": 60})
     run(bench, 100)
     put(bench.ck, {"model.bin": b"1"})
@@ -47,7 +47,7 @@ def test_what_is_saved_after_all_takes_the_words_back(trained):
 
 
 def test_steps_that_nobody_reports_are_named(trained):
-    """``100 steps`` cannot be counted (C)."""
+    """The sidecar cannot count ``100 steps`` (C)."""
     bench = trained(every={"steps": 100})
     bench.wrapper_says()
 
@@ -58,7 +58,7 @@ def test_steps_that_nobody_reports_are_named(trained):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_code_that_saves_by_itself_or_not_at_all_says_so_too(make_bench, saves):
-    """No folder to look at (C)."""
+    """It has no folder to check (C)."""
     bench = make_bench()
     bench.site.memory.update(is_laid_out=True, start_step=0)
     bench.wrapper_says(progress={"step": 0})

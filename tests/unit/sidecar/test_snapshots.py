@@ -1,4 +1,4 @@
-"""Checkpoints of code that knows nothing of us: when they are taken, and that they are whole."""
+"""Checkpoints of code that does not use the library: when they are taken, and that they are complete."""
 
 import os
 
@@ -26,7 +26,7 @@ def test_a_periodic_snapshot(trained):
 
 
 def test_a_snapshot_claims_no_step_that_was_made_after_its_save(trained):
-    """Saved at step 40, copied at step 50 when it is due and quiet: it holds step 40."""
+    """Saved at step 40, copied at step 50 when it is due and quiet: its step is 40."""
     bench = trained(every={"seconds": 60})
     run(bench, 30)
     bench.wrapper_says(progress={"step": 40})
@@ -55,7 +55,7 @@ def test_nothing_new_is_not_copied_twice(trained):
 
 
 def test_by_steps_and_by_epochs(trained):
-    """``100 steps`` and ``2 epochs`` count what the training reports since the last one."""
+    """``100 steps`` and ``2 epochs`` count what the training has reported since the last snapshot."""
     bench = trained(every={"steps": 100})
     put(bench.ck, {"model.pt": b"1"})
     bench.wrapper_says(progress={"step": 99})
@@ -76,7 +76,7 @@ def test_by_steps_and_by_epochs(trained):
 
 
 def test_a_slow_writer_is_waited_for(trained):
-    """It appends every three seconds for a minute; the snapshot comes five quiet seconds later, whole."""
+    """It appends every three seconds for a minute; the complete snapshot follows five seconds later."""
     bench = trained(every={"seconds": 1})
     path = bench.ck / "model.bin"
     for count in range(20):
@@ -90,7 +90,7 @@ def test_a_slow_writer_is_waited_for(trained):
 
 
 def test_a_zip_that_stopped_growing_is_not_a_checkpoint(trained):
-    """The writer hangs in the middle of ``torch.save``: quiet, and torn all the same."""
+    """The writer hangs in the middle of ``torch.save``: quiet, but torn."""
     bench = trained(every={"seconds": 1})
     put(bench.ck, {"model.pt": ZIP[:-9]})
 
@@ -107,7 +107,7 @@ def test_a_zip_that_stopped_growing_is_not_a_checkpoint(trained):
 
 
 def test_without_steps_the_names_count_up(trained):
-    """Code that reports no step: names grow from the one restored, and the facts claim no step."""
+    """Code that reports no step: names count up from the restored one, and the facts claim no step."""
     bench = trained(every={"seconds": 1})
     bench.wrapper_says()
     bench.site.memory.update(name_step=7)
@@ -125,7 +125,7 @@ def test_without_steps_the_names_count_up(trained):
 
 
 def test_a_known_layout_says_its_own_step(trained):
-    """The training is at step 13, what is saved is of step 10."""
+    """The training is at step 13, the save is of step 10."""
     bench = trained(every={"seconds": 1})
     put(bench.ck, {"checkpoint-10/trainer_state.json": STATE})
     bench.wrapper_says(progress={"step": 13, "epoch": 1, "samples": 99})
@@ -137,7 +137,7 @@ def test_a_known_layout_says_its_own_step(trained):
 
 
 def test_two_states_at_one_step_never_share_a_name(trained):
-    """The training saved again without a new step: the first snapshot stays as it was."""
+    """The training saved again without a new step: the first snapshot stays unchanged."""
     bench = trained(every={"seconds": 1})
     bench.wrapper_says(progress={"step": 5})
     for data in (b"1", b"22"):
@@ -151,7 +151,7 @@ def test_two_states_at_one_step_never_share_a_name(trained):
 
 
 def test_no_second_snapshot_while_the_first_goes_up(trained):
-    """A slow store does not fill the disk with copies."""
+    """A slow store does not let copies fill the disk."""
     bench = trained(every={"seconds": 1})
     for count in range(3):
         put(bench.ck, {"model.pt": b"x" * (count + 1)})
@@ -161,7 +161,7 @@ def test_no_second_snapshot_while_the_first_goes_up(trained):
 
 
 def test_saves_that_are_renamed_every_two_seconds_are_kept(trained):
-    """Never quiet for five: ten seconds after it was due one instant is taken (C21)."""
+    """Never quiet for five seconds: a consistent copy follows ten seconds after it was due (C21)."""
     bench = trained(every={"seconds": 5})
     for count in range(10):
         replace_with(bench, weights=b"w%d" % count, meta=b"m%d" % count)
@@ -172,7 +172,7 @@ def test_saves_that_are_renamed_every_two_seconds_are_kept(trained):
 
 
 def test_a_log_in_the_folder_holds_up_no_snapshot(trained):
-    """It is left out, and the next snapshot is not taken for its sake alone (C2)."""
+    """It is excluded, and does not trigger the next snapshot by itself (C2)."""
     bench = trained(every={"seconds": 5})
     for count in range(30):
         (bench.ck / "progress").write_bytes(b"x" * (count + 1))
@@ -201,7 +201,7 @@ def test_a_command_killed_while_it_logs_leaves_its_last_save(trained):
 
 
 def test_links_go_into_the_facts_and_not_into_the_copy(trained):
-    """The manifest has them; the store has none (C)."""
+    """The manifest lists them; the store has none (C)."""
     bench = trained(every={"seconds": 1})
     put(bench.ck, {"step_20/w.bin": b"1"})
     (bench.ck / "latest").symlink_to("step_20")

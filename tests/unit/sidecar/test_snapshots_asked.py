@@ -1,4 +1,4 @@
-"""Checkpoints of code that knows nothing of us: when the owner asks, and when nothing is taken."""
+"""Checkpoints of code that does not use the library: on the owner's request, and when none is taken."""
 
 from fakes.checkpoint_files import put
 from fakes.snapshots import answer, run, saved
@@ -19,7 +19,7 @@ def test_asked_to_leave_it_copies_what_is_new_and_answers(trained):
 
 
 def test_asked_with_nothing_new_it_answers_at_once(trained):
-    """The training need not wait for a copy of what is there already."""
+    """The training need not wait for a copy that already exists."""
     bench = trained()
     bench.heard(sequence=9, action="leave")
 
@@ -29,7 +29,7 @@ def test_asked_with_nothing_new_it_answers_at_once(trained):
 
 
 def test_asked_at_an_epoch_it_waits_for_the_next_save(trained):
-    """Such code's own save is its boundary: what lies there now is older than need be."""
+    """A save by such code marks the boundary: the existing one is older than necessary."""
     bench = trained()
     put(bench.ck, {"model.pt": b"old"})
     bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=600)
@@ -55,7 +55,7 @@ def test_asked_at_an_epoch_that_never_comes_it_takes_what_is_there(trained):
 
 
 def test_a_tree_that_is_never_quiet_does_not_hold_up_a_leave(trained):
-    """After the grace it answers without one, and says why."""
+    """After the grace it answers without a snapshot, and reports the reason."""
     bench = trained()
     bench.heard(sequence=9, action="leave", grace_s=30)
     for count in range(40):
@@ -67,7 +67,7 @@ def test_a_tree_that_is_never_quiet_does_not_hold_up_a_leave(trained):
 
 
 def test_a_checkpoint_that_is_asked_for_is_taken_and_answered_once(trained):
-    """``checkpoint``: save now and go on."""
+    """``checkpoint``: save now and continue."""
     bench = trained()
     put(bench.ck, {"model.pt": b"1"})
     bench.heard(sequence=4, action="checkpoint")
@@ -83,7 +83,7 @@ def test_a_checkpoint_that_is_asked_for_is_taken_and_answered_once(trained):
 
 
 def test_code_that_saves_by_itself_is_left_alone(trained):
-    """Session saves: no copies, and an ask is answered at once."""
+    """Session saves: no copies, and a request is answered at once."""
     bench = trained(every={"seconds": 1})
     (bench.spool.root / "progress").mkdir()
     (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true,"saves":true}')
@@ -97,7 +97,7 @@ def test_code_that_saves_by_itself_is_left_alone(trained):
 
 
 def test_code_that_only_reports_is_copied(trained):
-    """A Session that never saves does not protect anything."""
+    """A Session that never saves protects nothing."""
     bench = trained(every={"seconds": 1})
     (bench.spool.root / "progress").mkdir()
     (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true}')

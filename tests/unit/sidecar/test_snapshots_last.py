@@ -35,7 +35,7 @@ def test_the_last_snapshot_is_of_a_writer_that_was_done(trained, age_s, ended, i
 
 
 def test_the_last_snapshot_takes_no_room(trained, monkeypatch):
-    """Nobody writes any more: the files are linked, however full the disk is."""
+    """No process writes any more: the files are linked, however full the disk is."""
     bench = trained()
     put(bench.ck, {"model.bin": b"1"})
     monkeypatch.setattr("shutil.copyfileobj", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -49,7 +49,7 @@ def test_the_last_snapshot_takes_no_room(trained, monkeypatch):
 
 
 def test_a_folder_that_is_none_any_more_holds_no_end(trained):
-    """The training laid a file in its place: a minute later the attempt ends without a last snapshot."""
+    """The training put a file in its place: a minute later the attempt ends without a last snapshot."""
     bench = trained()
     bench.ck.rmdir()
     bench.ck.write_bytes(b"weights")
@@ -65,7 +65,7 @@ def test_a_folder_that_is_none_any_more_holds_no_end(trained):
 
 
 def test_a_folder_that_can_be_read_again_is_copied_at_the_end(trained):
-    """What cannot be read for a moment is not given up."""
+    """The sidecar retries a folder that is unreadable for a moment."""
     bench = trained()
     put(bench.ck, {"model.pt": b"weights"})
     away = bench.ck.with_name("away")
@@ -82,7 +82,7 @@ def test_a_folder_that_can_be_read_again_is_copied_at_the_end(trained):
 
 
 def test_a_folder_that_leads_in_a_circle_is_said(trained):
-    """And kills no sidecar."""
+    """It does not crash the sidecar."""
     bench = trained()
     bench.ck.rmdir()
     bench.ck.symlink_to(bench.ck.name)
@@ -93,7 +93,7 @@ def test_a_folder_that_leads_in_a_circle_is_said(trained):
 
 
 def test_a_writer_killed_in_the_middle_of_a_save(trained):
-    """Step 20 is half written when the machine's out-of-memory killer comes; step 10 is what counts."""
+    """Step 20 is half written when the out-of-memory killer ends the command; step 10 counts."""
     bench = trained()
     put(
         bench.ck,
@@ -124,7 +124,7 @@ def test_a_file_torn_by_a_kill_long_ago_is_found(trained):
 
 
 def test_a_full_disk_costs_a_snapshot_and_nothing_else(trained, monkeypatch):
-    """No half copy is left, the reason is said, and the next one works."""
+    """No partial copy remains, the status has the reason, and the next snapshot works."""
     bench = trained(every={"seconds": 1})
     put(bench.ck, {"a": b"1", "b": b"2"})
     real = Root.landing
@@ -146,7 +146,7 @@ def test_a_full_disk_costs_a_snapshot_and_nothing_else(trained, monkeypatch):
 
 
 def test_a_disk_that_would_be_full_is_left_to_the_training(trained, monkeypatch):
-    """A copy that leaves less than a twentieth of the disk free is not begun."""
+    """The sidecar starts no copy that would leave less than a twentieth of the disk free."""
     bench = trained(every={"seconds": 1})
     put(bench.ck, {"a": b"x" * 100})
 

@@ -1,4 +1,4 @@
-"""Of which step a save is, by its name and by what is in it."""
+"""The step of a save, by its name and by its content."""
 
 import os
 
@@ -13,7 +13,7 @@ from envscaler_airflow.sidecar.completeness import Settling
 
 
 def selected(folder, *, reported=None):
-    """What counts of *folder*, first seen when the training had reported that step."""
+    """Return what counts of *folder*, first seen when the training had reported *step*."""
     moments = iter((0.0, 0.0, 9.0))
     settling = Settling(lambda: next(moments))
     settling.look(tree.look(folder), Progress(step=reported))
@@ -22,7 +22,7 @@ def selected(folder, *, reported=None):
 
 
 def step(folder, *, reported):
-    """Its step."""
+    """Return its step."""
     return selected(folder, reported=reported).step
 
 
@@ -44,7 +44,7 @@ def step(folder, *, reported):
     ],
 )
 def test_a_number_may_count_saves_where_the_name_does_not_call_it_a_step(tmp_path, name, reported, expected):
-    """A folder's is no step when a later one had been reported; a file's is one only near that (C)."""
+    """A folder's number is not a step if a later step was reported; a file's is one only near that (C)."""
     put(tmp_path, {name: b"x"})
 
     assert step(tmp_path, reported=reported) == expected
@@ -52,7 +52,7 @@ def test_a_number_may_count_saves_where_the_name_does_not_call_it_a_step(tmp_pat
 
 @pytest.mark.parametrize("name", ["checkpoint-8/scheduler.bin", "step_8/model.pt", "iter_0000008/.metadata"])
 def test_a_name_that_says_step_is_right_whatever_is_reported(tmp_path, name):
-    """``checkpoint-N`` is Trainer's and diffusers' word for step N (C4)."""
+    """``checkpoint-N`` means step N for Trainer and diffusers (C4)."""
     put(tmp_path, {name: b"x"})
 
     assert step(tmp_path, reported=47) == 8
@@ -68,7 +68,7 @@ def test_what_a_save_keeps_is_nearer_than_its_name(tmp_path):
 
 
 def test_of_two_saves_of_one_moment_the_numbered_one_tells_the_step(tmp_path):
-    """As a copy of the newest has its time (C4)."""
+    """A copy of the newest save has the same time (C4)."""
     put(tmp_path, {"best.pt": b"x", "checkpoint_45/scheduler.bin": b"x"})
     for path in ("best.pt", "checkpoint_45/scheduler.bin"):
         os.utime(tmp_path / path, (1_700_000_000,) * 2)
@@ -77,14 +77,14 @@ def test_of_two_saves_of_one_moment_the_numbered_one_tells_the_step(tmp_path):
 
 
 def test_the_newest_of_distributed_checkpoints_counts_whatever_their_names_call_the_number(tmp_path):
-    """``save_9`` alone goes into the snapshot (C)."""
+    """The snapshot contains only ``save_9`` (C)."""
     put(tmp_path, {"save_8/.metadata": b"x", "save_9/.metadata": b"x"})
 
     assert [item.path for item in selected(tmp_path).files] == ["save_9/.metadata"]
 
 
 def test_a_joblib_dump_tells_its_step(tmp_path):
-    """Arrays stand raw between its opcodes, so that it cannot be read to its end (C4)."""
+    """Raw arrays are between its opcodes, so that it cannot be read to its end (C4)."""
     joblib.dump({"epoch": 3, "weights": np.arange(6.0)}, tmp_path / "model.joblib")
 
     assert completeness.steps_in(tree.look(tmp_path).files[0]) == {3}

@@ -1,4 +1,4 @@
-"""What a status says of what the sidecar moves, at the rhythm of all statuses."""
+"""What a status reports of the sidecar's transfers, at the interval of all statuses."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def node(make_bench, store, tmp_path):
-    """A node whose sidecar has laid all out, with one output."""
+    """A node whose sidecar has completed setup, with one output."""
     store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"outputs": {"model": f"{tmp_path}/model"}})
     bench.owner_asks()
@@ -32,7 +32,7 @@ def node(make_bench, store, tmp_path):
 
 @pytest.fixture
 def halfway(node, store, monkeypatch):
-    """While half of a file is moved, 16 s pass with a round each half second; what was written then."""
+    """Let 16 s pass in rounds of half a second while half of a file is moved; return the statuses."""
     seen = []
 
     def rounds():
@@ -60,14 +60,14 @@ def halfway(node, store, monkeypatch):
 
 
 def begin(node):
-    """Lay out, and let the training speak."""
+    """Complete setup, and let the training report."""
     node.sidecar.heavy.step()
     node.wrapper_says(progress={"step": 440})
     node.sidecar.step()
 
 
 def test_a_status_says_how_far_an_upload_is_and_is_written_no_more_often(node, halfway):
-    """Half of 1 MiB is up after 16 s, which is one status; afterwards nothing is moved (F6)."""
+    """Half of 1 MiB is up after 16 s, which is one status; afterwards no transfer runs (F6)."""
     begin(node)
     node.session_saves("g1-step-00000440-a2", {"model.bin": bytes(MIB)}, step=440)
 
@@ -81,7 +81,7 @@ def test_a_status_says_how_far_an_upload_is_and_is_written_no_more_often(node, h
 
 
 def test_a_status_says_how_far_an_output_is(node, halfway, tmp_path):
-    """The command has ended; what is left is named (F6)."""
+    """The command has ended; the status names the remaining upload (F6)."""
     begin(node)
     (tmp_path / "model").write_bytes(bytes(MIB))
     node.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
@@ -110,11 +110,11 @@ def test_a_status_says_how_far_a_restore_is(node, halfway):
 
 
 def test_a_transfer_that_ends_while_a_status_is_made_ends_no_sidecar(bench, monkeypatch):
-    """The upload's thread is done between two instructions of the other one (F6)."""
+    """The upload's thread ends between two instructions of the other thread (F6)."""
     seen = []
 
     class Ends(type(bench.site)):
-        """A site whose transfer is over once it was looked at."""
+        """A site whose transfer ends when it is read."""
 
         @property
         def _transfer(self):
@@ -123,7 +123,7 @@ def test_a_transfer_that_ends_while_a_status_is_made_ends_no_sidecar(bench, monk
 
         @_transfer.setter
         def _transfer(self, value):
-            """Nothing is kept."""
+            """Keep nothing."""
 
     site = Ends(**{name: getattr(bench.site, name) for name in ("spool", "store", "who", "layout", "memory")})
 
@@ -132,7 +132,7 @@ def test_a_transfer_that_ends_while_a_status_is_made_ends_no_sidecar(bench, monk
 
 
 def test_what_a_training_says_of_transfers_is_not_passed_on(node):
-    """It moves nothing; the sidecar alone knows (F6)."""
+    """The training transfers nothing; only the sidecar knows of transfers (F6)."""
     begin(node)
     node.wrapper_says(progress={"step": 441}, transfer=Transfer("uploading", "all", -1, 2**62))
     node.clock.now += 16
@@ -143,12 +143,12 @@ def test_what_a_training_says_of_transfers_is_not_passed_on(node):
 
 
 def test_a_status_without_a_transfer_is_as_it_was():
-    """What is not moved takes no room in the store."""
+    """Without a transfer, the field is absent from the store."""
     assert b"transfer" not in Status().to_json()
 
 
 def test_files_that_fail_and_come_again_count_once(tmp_path):
-    """Half of the second of two files, an error, and both again: never more than there is."""
+    """Half of the second of two files, an error, and both again: never more than the total."""
     (tmp_path / "a").write_bytes(bytes(100))
     moved = Moved()
     moved.begin(200)
@@ -167,10 +167,10 @@ def test_files_that_fail_and_come_again_count_once(tmp_path):
 
 
 class Passing(threading.Event):
-    """An event for which no real time is waited: *clock* goes on instead."""
+    """An event that takes no real time: *clock* advances instead."""
 
     def __init__(self, clock):
-        """Not set."""
+        """Start unset."""
         super().__init__()
         self._clock = clock
 
@@ -181,7 +181,7 @@ class Passing(threading.Event):
 
 
 def test_a_long_restore_outlives_an_error_of_the_store(make_bench, store, monkeypatch):
-    """Ten minutes for each of four files, and an error at the third: it goes on with that one (B7)."""
+    """Ten minutes for each of four files, and an error at the third: it resumes with that file (B7)."""
     bench = make_bench()
     files = {f"{number}.bin": bytes([number]) * (5 << 20) for number in range(4)}
     name = bench.in_store("g1-step-00000440-a1", files)
@@ -204,7 +204,7 @@ def test_a_long_restore_outlives_an_error_of_the_store(make_bench, store, monkey
 
 
 def test_a_store_that_moves_nothing_is_given_up(make_bench, store, monkeypatch):
-    """Fifteen minutes of errors are the most (B7)."""
+    """Fifteen minutes of errors are the limit (B7)."""
     bench = make_bench()
     name = bench.in_store("g1-step-00000440-a1")
     bench.site.ending, bench.site.patience_s = Passing(bench.clock), 900
@@ -222,7 +222,7 @@ def test_a_store_that_moves_nothing_is_given_up(make_bench, store, monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Files of an object store that are moved at the same moment; the largest number of them so far."""
+    """Record how many files of an object store are moved at once, and return the maximum so far."""
     lock, now, most = threading.Lock(), [0], [0]
     together = threading.Barrier(4)
 
@@ -257,7 +257,7 @@ def _side_by_side(real):
 
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_small_files_of_a_volume_come_side_by_side(make_bench, tmp_path, counted, request, is_cached):
-    """Four at a time, also on a machine that keeps them; sizes come by one listing (B7)."""
+    """Four at a time, also on a machine with a cache; one listing gives the sizes (B7)."""
     bucket = open_store(f"memory://{request.node.name}/data")
     for number in range(8):
         bucket.write(f"{number}.bin", b"12345")

@@ -1,4 +1,4 @@
-"""Checkpoints that go up: files first, their manifest last, old ones pruned, nodes waited for."""
+"""Uploads of checkpoints: files first, manifest last, old ones pruned, other nodes awaited."""
 
 import time
 
@@ -23,7 +23,7 @@ MANIFEST = f"checkpoints/{NAME}/manifest-c1.json"
 
 
 def test_files_first_then_the_manifest_then_done(bench, store):
-    """What Session said goes into the manifest; agent.json stays here."""
+    """The manifest has the facts from Session; agent.json is not uploaded."""
     bench.session_saves(
         NAME,
         {"model.bin": b"W", "rng/0.bin": b"R"},
@@ -58,7 +58,7 @@ def test_files_first_then_the_manifest_then_done(bench, store):
 
 
 def test_the_newest_local_save_stays_until_the_next_is_done(bench):
-    """A restart of the command on this machine may want it."""
+    """A restart of the command on this machine may need it."""
     checkpoints = Checkpoints(bench.site, 3)
     bench.session_saves(NAME, step=300)
     checkpoints.step()
@@ -73,7 +73,7 @@ def test_the_newest_local_save_stays_until_the_next_is_done(bench):
 
 
 def test_a_save_that_is_going_on_is_not_touched(bench, store):
-    """Session puts it together under another name; a writer that is killed there leaves no checkpoint."""
+    """Session assembles it under another name; a writer that is killed there leaves no checkpoint."""
     folder = bench.session_saves(NAME, step=300)
     folder.rename(folder.with_name(f".saving-{NAME}"))
 
@@ -84,7 +84,7 @@ def test_a_save_that_is_going_on_is_not_touched(bench, store):
 
 @pytest.mark.parametrize("name", ["g1-step-00000300-a1", "g2-step-00000300-a2", "notes"])
 def test_only_saves_of_this_attempt_go_up(bench, store, name):
-    """Whatever else lies there is nobody's checkpoint."""
+    """Any other file there does not count as a checkpoint."""
     bench.session_saves(name, step=300)
 
     assert Checkpoints(bench.site, 3).step()
@@ -131,7 +131,7 @@ def test_a_sidecar_killed_before_done_counts_once(bench, store):
 
 
 def test_a_store_outage_keeps_the_save(bench, store):
-    """It waits on the disk, the last good one stays, and it goes up later."""
+    """It waits on the disk, the last good one stays, and it is uploaded later."""
     bench.in_store("g1-step-00000200-a2")
     bench.session_saves(NAME, step=300)
     bench.heard()
@@ -150,7 +150,7 @@ def test_a_store_outage_keeps_the_save(bench, store):
 
 
 def test_a_full_store_disk_keeps_the_last_good_one(bench, store):
-    """ENOSPC while step 300 goes up: no manifest, step 200 stays, the reason is said."""
+    """ENOSPC while step 300 is uploaded: no manifest, step 200 stays, the status has the reason."""
     bench.in_store("g1-step-00000200-a2")
     bench.session_saves(NAME, step=300)
 
@@ -165,7 +165,7 @@ def test_a_full_store_disk_keeps_the_last_good_one(bench, store):
 
 
 def test_a_save_that_cannot_be_kept_is_given_up_and_said(bench, store, tmp_path):
-    """A link out of the folder: the training goes on, and the one before stays."""
+    """A link out of the folder: the training continues, and the previous checkpoint stays."""
     folder = bench.session_saves(NAME, step=300)
     (folder / "link").symlink_to(tmp_path)
 
@@ -176,7 +176,7 @@ def test_a_save_that_cannot_be_kept_is_given_up_and_said(bench, store, tmp_path)
 
 
 def test_saves_that_are_given_up_hold_back_no_later_ones(bench, store, tmp_path):
-    """Neither those of a Session, which leaves out what two others wait for, nor their room on the disk."""
+    """They block neither a Session, which skips saves while two others wait, nor space on the disk."""
     checkpoints = Checkpoints(bench.site, 3)
     for step in (100, 200, 300):
         name = f"g1-step-{step:08d}-a2"
@@ -186,12 +186,12 @@ def test_saves_that_are_given_up_hold_back_no_later_ones(bench, store, tmp_path)
     assert saving.waiting(bench.spool.checkpoints) == []
     names = sorted(path.name for path in bench.spool.checkpoints.iterdir())
     assert [name for name in names if not name.endswith(".done")] == [NAME]
-    assert Checkpoints(bench.site, 3).step()  # a sidecar that is started again
+    assert Checkpoints(bench.site, 3).step()  # a restarted sidecar
     assert complete_checkpoints(store, 1) == ()
 
 
 def test_a_snapshot_that_is_given_up_holds_back_no_later_ones(bench, tmp_path):
-    """They wait until none is on its way."""
+    """Later snapshots wait only while one is on its way."""
     folder = bench.session_saves(NAME)
     snapshot_facts(bench.spool, NAME).write_text("{}")
     (folder / "link").symlink_to(tmp_path)
@@ -202,7 +202,7 @@ def test_a_snapshot_that_is_given_up_holds_back_no_later_ones(bench, tmp_path):
 
 
 def test_old_ones_go_by_count(bench, store):
-    """Keep two: the candidate of attempt 1 goes when attempt 2 has two of its own."""
+    """Keep two: the candidate of attempt 1 is deleted when attempt 2 has two of its own."""
     old = bench.in_store("g1-step-00000200-a1")
     bench.heard(candidates=(old,))
     checkpoints = Checkpoints(bench.site, 2)
@@ -214,7 +214,7 @@ def test_old_ones_go_by_count(bench, store):
 
 
 def test_one_that_was_rejected_at_the_restore_is_not_the_last_good_one(bench, store):
-    """Keep one besides the new: the one that was resumed from, not the newer one whose bytes are wrong."""
+    """Keep one besides the new one: the restored one, not the newer one with wrong bytes."""
     good, torn = bench.in_store("g1-step-00000100-a1"), bench.in_store("g1-step-00000200-a1")
     bench.heard(candidates=(torn, good))
     bench.site.memory.update(rejected=(f"{torn}: another sha256",))
@@ -226,7 +226,7 @@ def test_one_that_was_rejected_at_the_restore_is_not_the_last_good_one(bench, st
 
 
 def test_a_zombie_that_saves_after_attempt_4_began(make_bench, store):
-    """It may write, nothing it writes is chosen, and it deletes nothing that attempt 4 needs."""
+    """It may write, but no later attempt uses it, and it deletes nothing that attempt 4 needs."""
     zombie = make_bench(attempt=3)
     known = zombie.in_store("g1-step-00000200-a3")
     zombie.heard(candidates=())
@@ -240,7 +240,7 @@ def test_a_zombie_that_saves_after_attempt_4_began(make_bench, store):
 
 
 def test_a_snapshot_says_that_nobody_cooperated(bench, store):
-    """Its facts lie beside it; a file of its own called agent.json goes up."""
+    """Its facts are beside it; a file of the training called agent.json is uploaded."""
     bench.session_saves(NAME, {"model.bin": b"W"})
     bench.spool.write_json(bench.spool.checkpoints / f"{NAME}.snapshot.json", {"step": None, "save_s": 2.0})
 
@@ -257,7 +257,7 @@ def test_a_snapshot_says_that_nobody_cooperated(bench, store):
     "facts", ['{"save_s": NaN}', '{"save_s": 1e999}', f'{{"save_s": {"9" * 400}}}', f'{{"step": {2**70}}}']
 )
 def test_facts_that_are_no_numbers_end_no_sidecar(bench, store, facts):
-    """They are the training's word: the checkpoint counts, and the status can be written and read."""
+    """They come from the training: the checkpoint counts, and the status stays writable and readable."""
     (bench.session_saves(NAME) / "agent.json").write_text(facts)
 
     assert Checkpoints(bench.site, 3).step()
@@ -268,7 +268,7 @@ def test_facts_that_are_no_numbers_end_no_sidecar(bench, store, facts):
 
 
 def test_node_0_writes_the_manifest_when_all_lists_are_there(make_bench, store):
-    """Each uploads its own files; one that both have counts once."""
+    """Each node uploads its own files; a file that both have counts once."""
     first, second = make_bench(nodes=2), make_bench(node=1, nodes=2)
     first.session_saves(NAME, {"shard-0": b"0", "config": b"c"}, step=300)
     second.session_saves(NAME, {"shard-1": b"1", "config": b"c"}, step=300)
@@ -311,7 +311,7 @@ def test_two_nodes_that_save_different_files_under_one_name(make_bench, store):
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize(("has_ended", "patience"), [(False, OTHERS_S), (True, OTHERS_AT_END_S)])
 def test_a_node_that_never_comes_is_not_waited_for_for_ever(make_bench, node, has_ended, patience):
-    """Ten minutes while training, two when this node is done; the checkpoint is given up."""
+    """Ten minutes while training, two when this node is done; then the checkpoint is abandoned."""
     bench = make_bench(node=node, nodes=2)
     bench.session_saves(NAME, step=300)
     if has_ended:
@@ -329,7 +329,7 @@ def test_a_node_that_never_comes_is_not_waited_for_for_ever(make_bench, node, ha
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_slower_node_that_still_uploads_is_waited_for_at_the_end(make_bench, store, node):
-    """Its part of the checkpoint that a move rests on is under way; ten minutes are the most all the same."""
+    """Its part of the checkpoint that a move needs is under way; ten minutes are the limit."""
     bench = make_bench(node=node, nodes=2)
     bench.session_saves(NAME, step=300)
     bench.wrapper_says(ended={"exit_code": 85, "reason": "left"})
@@ -350,7 +350,7 @@ def test_a_slower_node_that_still_uploads_is_waited_for_at_the_end(make_bench, s
     [(2, {}, True), (1, {"processes_per_node": 1}, True), (1, {}, False)],
 )
 def test_what_an_attempt_began_from_stays_while_nodes_can_come(make_bench, store, nodes, layout, stays):
-    """A lost node is made again in the same attempt, and begins from what the others began from."""
+    """A lost node is recreated in the same attempt, and begins from the same checkpoint as the others."""
     began, saved = "g1-step-00000100-a1", [f"g1-step-00000{step}-a2" for step in (200, 300, 400)]
     first = make_bench(nodes=nodes, layout=layout)
     for name in (began, *saved):
@@ -391,7 +391,7 @@ def test_where_nodes_come_and_go_those_that_saved_it_are_awaited(make_bench, pro
 
 
 def test_links_of_a_snapshot_stand_in_the_manifest(bench, store):
-    """Those that lead out of the folder lose it: the training can change its facts (C)."""
+    """Links that lead out of the folder are dropped: the training can change its facts (C)."""
     for step, links in ((1, {"latest": "step_1"}), (2, {"latest": "../../etc"})):
         name = f"g1-step-0000000{step}-a2"
         folder = bench.session_saves(name, {"step_1/w": b"1"})
@@ -407,7 +407,7 @@ def test_links_of_a_snapshot_stand_in_the_manifest(bench, store):
 
 
 def test_files_of_two_nodes_that_differ_are_merged_in_one_pass():
-    """20,000 each: seconds of CPU when each path is looked up in a list (B7)."""
+    """20,000 each: it would take seconds of CPU to look each path up in a list (B7)."""
     files = [
         [ManifestFile(f"{number:05d}", 1, f"{node}" * 64, node, 1) for number in range(20_000)]
         for node in (0, 1)
@@ -422,7 +422,7 @@ def test_files_of_two_nodes_that_differ_are_merged_in_one_pass():
 
 
 def test_a_hundred_thousand_files_fit_into_a_manifest(store, tmp_path):
-    """With paths of 150 letters: what is refused would be refused before the first file (B7)."""
+    """With paths of 150 letters: a refusal would come before the first file (B7)."""
     root = Root.of(tmp_path)
     path = "x" * 144
     files = [TreeFile(f"{path}{number:06d}", root, "", 100, 0, 0) for number in range(100_000)]

@@ -1,4 +1,4 @@
-"""What comes from the owner, and what happens when nobody owns the run any more."""
+"""Input from the owner, and the end of an orphaned attempt."""
 
 import os
 
@@ -20,12 +20,12 @@ def run(bench, watch, seconds, every=2):
 
 
 def control(bench):
-    """What the wrapper reads."""
+    """Return what the wrapper reads."""
     return bench.spool.current_control()
 
 
 def test_a_control_is_handed_over_byte_for_byte(bench, store):
-    """Also fields that this version does not know."""
+    """Including fields that this version does not know."""
     body = b'{ "schema": "1.7", "sequence": 3, "action": "leave", "mood": "new" }'
     store.write(NAME, body)
 
@@ -35,7 +35,7 @@ def test_a_control_is_handed_over_byte_for_byte(bench, store):
 
 
 def test_an_unchanged_control_is_not_written_again(bench):
-    """Whoever watches the file sees a change only when there is one."""
+    """A watcher of the file sees a change only when there is one."""
     bench.owner_asks(sequence=1)
     watch = OwnerWatch(bench.site)
     watch.step()
@@ -51,7 +51,7 @@ def test_an_unchanged_control_is_not_written_again(bench):
 
 @pytest.mark.parametrize("body", [b"{torn", b'{"schema":"2.0"}', b'{"schema":"1.0","action":"explode"}'])
 def test_a_control_of_another_version_is_refused_and_training_goes_on(bench, store, body):
-    """The last one that was understood stays, and the message says what came."""
+    """The last valid one stays, and the message quotes the new one."""
     bench.owner_asks(sequence=1)
     watch = OwnerWatch(bench.site)
     watch.step()
@@ -64,7 +64,7 @@ def test_a_control_of_another_version_is_refused_and_training_goes_on(bench, sto
 
 
 def test_a_word_that_comes_late_does_not_undo_the_later_one(bench):
-    """An owner that slept between its event and its control overwrites the control of its successor."""
+    """An owner that hung between its event and its control overwrites its successor's control."""
     bench.owner_asks(sequence=7, action="leave")
     watch = OwnerWatch(bench.site)
     watch.step()
@@ -75,7 +75,7 @@ def test_a_word_that_comes_late_does_not_undo_the_later_one(bench):
 
 
 def lease_bench(bench, store):
-    """A watch of an attempt with an owner, orphaned after 300 s, grace 30 s."""
+    """Return a watch of an attempt with an owner, orphaned after 300 s, grace 30 s."""
     bench.owner_asks(sequence=4, orphan_after_s=300, grace_s=30, candidates=("g1-step-00000100-a1",))
     renew_lease(store, holder="trigger")
     watch = OwnerWatch(bench.site)
@@ -94,7 +94,7 @@ def test_a_lease_that_moves_keeps_the_attempt(bench, store):
 
 
 def test_a_lease_that_stands_still_ends_the_attempt(bench, store):
-    """After orphan_after it is asked to leave with a checkpoint, and 60 s + grace later to stop."""
+    """After orphan_after the sidecar requests a drain with a checkpoint, and 60 s + grace later a stop."""
     watch = lease_bench(bench, store)
     run(bench, watch, 290)
     assert control(bench).action == "run"
@@ -123,7 +123,7 @@ def test_a_lease_that_was_never_written_counts_as_still(bench):
 
 
 def test_a_store_that_cannot_be_read_is_no_expiry(bench, store):
-    """Two hours of outage: the training goes on; only what was seen counts."""
+    """Two hours of outage: the training continues; only observed time counts."""
     watch = lease_bench(bench, store)
     store.down = True
     run(bench, watch, 7200, every=20)
@@ -137,7 +137,7 @@ def test_a_store_that_cannot_be_read_is_no_expiry(bench, store):
 
 
 def test_a_torn_lease_is_no_expiry(bench, store):
-    """It says nothing about its owner."""
+    """It reveals nothing about its owner."""
     watch = lease_bench(bench, store)
     store.write(LEASE, b"{torn")
 
@@ -147,7 +147,7 @@ def test_a_torn_lease_is_no_expiry(bench, store):
 
 
 def test_an_orphan_stays_one(bench, store):
-    """Owner back, sidecar killed and started again: the leave that was asked for is carried out."""
+    """Owner back, sidecar killed and restarted: the requested drain is still carried out."""
     watch = lease_bench(bench, store)
     run(bench, watch, 330)
     renew_lease(store, holder="trigger")
@@ -163,7 +163,7 @@ def test_an_orphan_stays_one(bench, store):
 
 
 def test_a_zombie_goes(bench, store):
-    """A control of attempt 3 exists: attempt 2 was given up, and what it writes is void."""
+    """A control of attempt 3 exists: attempt 2 was abandoned, and its writes are void."""
     bench.owner_asks(sequence=4)
     watch = OwnerWatch(bench.site)
     run(bench, watch, 60)
@@ -171,12 +171,12 @@ def test_a_zombie_goes(bench, store):
 
     run(bench, watch, 62)
 
-    assert control(bench).action == "stop"  # what it would save is void
+    assert control(bench).action == "stop"  # its save would be void
     assert control(bench).reason == "orphaned: a later attempt has begun; what this one writes is void"
 
 
 def test_a_wrapper_that_does_not_go_is_given_up(bench, store):
-    """Told to leave (60 s and the grace), told to stop (twice the grace): then the machine must end it."""
+    """Drain requested (60 s and the grace), stop requested (twice the grace): the machine must end it."""
     watch = lease_bench(bench, store)
     run(bench, watch, 300 + 90 + 12)
     assert control(bench).action == "stop"
@@ -187,7 +187,7 @@ def test_a_wrapper_that_does_not_go_is_given_up(bench, store):
 
 
 def test_an_orphan_on_a_full_disk_is_given_up_as_soon(bench, store, monkeypatch):
-    """Nothing can be written down, neither the control nor the memory of it; the time counts all the same."""
+    """Neither the control nor its record can be written; the time still counts."""
     watch = lease_bench(bench, store)
 
     def full(*_, **__):
@@ -262,7 +262,7 @@ def test_a_training_cannot_lengthen_its_own_lease(bench, store):
     ],
 )
 def test_a_memory_that_another_hand_wrote_ends_no_sidecar(bench, store, body):
-    """It begins anew, and the lease is watched."""
+    """Another process wrote it: the sidecar starts over, and watches the lease."""
     lease_bench(bench, store)
     bench.spool.sidecar.write_bytes(body)
 

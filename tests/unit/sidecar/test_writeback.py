@@ -1,4 +1,4 @@
-"""Volumes of an object store that the training may write: brought back with checkpoints, and at the end."""
+"""Writable volumes of an object store: written back with checkpoints, and at the end."""
 
 import os
 
@@ -38,7 +38,7 @@ def bench(make_bench, bucket, tmp_path):
 
 
 def puts_of(bucket, monkeypatch):
-    """Names that are uploaded from here on."""
+    """Record the names that are uploaded from here on."""
     found = []
     kind = type(bucket)
     real = kind.put_file
@@ -53,9 +53,9 @@ def puts_of(bucket, monkeypatch):
 
 
 def test_what_changed_goes_up_once(bench, bucket, monkeypatch):
-    """New and changed files; what was only read, and what lies in the other volume, does not."""
+    """New and changed files; files that were only read, and those of the other volume, are not uploaded."""
     mark = bench.spool.root / "volume-0.mark"
-    os.utime(mark, ns=(mark.stat().st_mtime_ns + 20_000_000,) * 2)  # later than the coarse clock may err
+    os.utime(mark, ns=(mark.stat().st_mtime_ns + 20_000_000,) * 2)  # more than the error of the coarse clock
     (bench.data / "b").mkdir()
     for path, text in (("b/new.txt", "new"), ("a/old.txt", "changed")):
         (bench.data / path).write_text(text)
@@ -69,12 +69,12 @@ def test_what_changed_goes_up_once(bench, bucket, monkeypatch):
     assert puts == ["a/old.txt", "b/new.txt"]
     assert bucket.read("a/old.txt") == b"changed"
     assert bucket.read("b/new.txt") == b"new"
-    assert mark.stat().st_mtime_ns >= (bench.data / "b/new.txt").stat().st_ctime_ns  # not again
+    assert mark.stat().st_mtime_ns >= (bench.data / "b/new.txt").stat().st_ctime_ns  # not uploaded again
 
 
 @pytest.mark.parametrize(("behind_ms", "goes"), [(5, True), (20, False)])
 def test_a_clock_that_is_coarse_hides_no_change(bench, bucket, monkeypatch, behind_ms, goes):
-    """A file may bear a time up to 10 ms before the mark that it was written after; at 20 ms it is older."""
+    """A file may have a time up to 10 ms before the mark that it was written after; at 20 ms it is older."""
     (bench.data / "b.txt").write_text("new")
     at = (bench.data / "b.txt").stat().st_ctime_ns + behind_ms * 1_000_000
     os.utime(bench.spool.root / "volume-0.mark", ns=(at, at))
@@ -86,7 +86,7 @@ def test_a_clock_that_is_coarse_hides_no_change(bench, bucket, monkeypatch, behi
 
 
 def test_an_old_time_hides_no_change(bench, bucket):
-    """Unpacked with the times of an archive: ctime tells."""
+    """Unpacked with the times of an archive: ctime shows the change."""
     (bench.data / "unpacked").write_text("x")
     os.utime(bench.data / "unpacked", (1, 1))
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_counts_only_after_its_volumes_are_up(bench, bucket, monkey
 
 
 def test_a_sidecar_that_was_killed_meanwhile_uploads_again(bench, bucket, monkeypatch):
-    """The mark moves only after all is up."""
+    """The mark moves only after every upload."""
     (bench.data / "one").write_text("1")
     kind, real = type(bucket), type(bucket).put_file
     monkeypatch.setattr(kind, "put_file", lambda *_: (_ for _ in ()).throw(OSError("killed")))
@@ -132,7 +132,7 @@ def test_a_sidecar_that_was_killed_meanwhile_uploads_again(bench, bucket, monkey
 
 
 def test_a_link_out_of_the_volume_is_refused(bench, tmp_path):
-    """What it leads to is not the training's."""
+    """Its target is not the training's."""
     (tmp_path / "secret").write_text("x")
     (bench.data / "link").symlink_to(tmp_path / "secret")
 
@@ -142,7 +142,7 @@ def test_a_link_out_of_the_volume_is_refused(bench, tmp_path):
 
 
 def test_a_volume_that_cannot_be_kept_costs_no_checkpoint(bench, bucket, tmp_path):
-    """The message says so for as long as it lasts, and the end fails; a loss until then costs minutes."""
+    """The status reports it for as long as it lasts, and the end fails; until then checkpoints count."""
     link = bench.data / "link"
     link.symlink_to(tmp_path)
     bench.session_saves(NAME)
@@ -161,7 +161,7 @@ def test_a_volume_that_cannot_be_kept_costs_no_checkpoint(bench, bucket, tmp_pat
 
 
 def test_an_empty_volume_that_may_be_written_is_an_empty_folder(make_bench, tmp_path):
-    """One that may only be read has to hold something."""
+    """A read-only one must not be empty."""
     mount = {"name": "out", "source": "memory://nothing/there", "path": str(tmp_path / "out")}
     made = make_bench(layout={"mounts": [mount]})
     made.store.write("spec-0.json", b'{"version": "v1", "name": "s", "entrypoint": ["x"]}')

@@ -1,4 +1,4 @@
-"""Every sentence of the sensor's life, against a scripted backend: no Airflow services, no sleep."""
+"""Every rule of the sensor's life, against a scripted backend: no Airflow services, no sleep."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class World:
     """A stage that may move, and its observer."""
 
     def __init__(self, tmp_path):
-        """Nothing begun."""
+        """Start with nothing begun."""
         (tmp_path / "train.yaml").write_text(SPEC)
         self.spec = load_spec(tmp_path / "train.yaml")
         self.url = f"file://{tmp_path}/store"
@@ -67,7 +67,7 @@ class World:
         self.said = 0
 
     def log(self, map_index=-1):
-        """Events of a run of the stage."""
+        """Return the events of a run of the stage."""
         return EventLog(self.store, f"{FOLDER}/{map_index}")
 
     def begin(self, map_index=-1, *, deadline_s=None):
@@ -83,7 +83,7 @@ class World:
         controller.enter()
 
     def train(self, seconds, *, steps_per_s=1.0, total=10_000):
-        """Let the training run on for so long and report it."""
+        """Let the training run for *seconds* and report it."""
         self.clock.advance(seconds)
         self.said += 1
         now = self.clock.time()
@@ -95,7 +95,7 @@ class World:
         self.store.write(f"{PREFIX}/{status_name(1, 1, 0)}", status.to_json())
 
     def checks(self, map_index=-1):
-        """The observer that a trigger makes."""
+        """Return the observer that a trigger makes."""
         return Checks(
             self.store,
             self.backend,
@@ -107,7 +107,7 @@ class World:
         )
 
     def wanted(self):
-        """The event of a trigger that wants a move."""
+        """Return the event of a trigger that wants a move."""
         checks = self.checks()
         for _ in range(10):
             self.train(10.0)
@@ -119,7 +119,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """Settings of a deployment, and sensors that may be run outside a task."""
+    """Settings of a deployment, and sensors that can run outside a task."""
     made = World(tmp_path)
     monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", made.url)
     monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "unit")
@@ -142,7 +142,7 @@ def sensor_of(world, *, group=False, **more):
 
 
 def context_of(*, number=1, max_tries=3, map_index=-1):
-    """What a worker hands to a slice of the sensor."""
+    """Return what a worker passes to an execution of the sensor."""
     ti = SimpleNamespace(
         id=f"s-{number}",
         try_number=number,
@@ -157,20 +157,20 @@ def context_of(*, number=1, max_tries=3, map_index=-1):
 
 
 def deferred(call):
-    """Arguments of the trigger that *call* deferred to."""
+    """Return the arguments of the trigger that *call* deferred to."""
     with pytest.raises(TaskDeferred) as caught:
         call()
     return caught.value.trigger.serialize()[1]
 
 
 def test_no_run_yet_keeps_looking(world):
-    """No event, no error."""
+    """No event and no error."""
     assert world.checks().once({"train": "scheduled"}) is None
 
 
 @pytest.mark.parametrize("state", ["skipped", "upstream_failed", "removed", "failed"])
 def test_a_stage_that_is_over_without_a_run_skips_the_sensor(world, state):
-    """Nothing was there to scale."""
+    """There was nothing to scale."""
     event = world.checks().once({"train": state})
 
     assert event == {"kind": "absent", "states": [state]}
@@ -180,7 +180,7 @@ def test_a_stage_that_is_over_without_a_run_skips_the_sensor(world, state):
 
 @pytest.mark.parametrize("status", ["succeeded", "failed", "stopped"])
 def test_a_stage_that_ended_lets_the_sensor_succeed(world, status):
-    """However it ended; the summary is the return value."""
+    """The outcome does not matter; the summary is the return value."""
     world.begin()
     body = {"generation": 1, "outputs": {}, "reason": "r"}
     log = world.log()
@@ -194,21 +194,21 @@ def test_a_stage_that_ended_lets_the_sensor_succeed(world, status):
 
 
 def test_a_task_marked_by_hand_ends_the_sensor_though_the_run_goes_on(world):
-    """Its events do not say so; Airflow does."""
+    """Its events do not show the mark; Airflow does."""
     world.begin()
 
     assert world.checks().once({"train": "failed"})["kind"] == "ended"
 
 
 def test_a_retry_of_the_stage_is_the_same_run(world):
-    """It goes on."""
+    """The sensor continues."""
     world.begin()
 
     assert world.checks().once({"train": "up_for_retry"}) is None
 
 
 def test_asks_for_the_move_that_pays_and_defers_again(world):
-    """One request, with the reason and numbers, from the attempt that was watched."""
+    """One request, with the reason and numbers, from the watched attempt."""
     world.begin()
     event = world.wanted()
 
@@ -223,7 +223,7 @@ def test_asks_for_the_move_that_pays_and_defers_again(world):
 
 
 def test_sends_no_second_request_before_the_answer(world):
-    """Neither the check wants one, nor does a slice that was late append one."""
+    """The check wants none, and an execution that was late appends none."""
     world.begin()
     event = world.wanted()
     target = Allocation.from_dict(event["target"])
@@ -241,7 +241,7 @@ def test_sends_no_second_request_before_the_answer(world):
 
 
 def test_asks_nothing_of_an_attempt_that_is_gone(world):
-    """The status wins over the request."""
+    """The status takes precedence over the request."""
     world.begin()
     event = {**world.wanted(), "from_attempt": [1, 7]}
 
@@ -263,7 +263,7 @@ def test_every_check_is_recorded(world):
 
 
 def test_says_a_decision_once_while_it_stays_the_same(world):
-    """The trigger's log is not a list of equal lines."""
+    """The trigger's log does not repeat equal lines."""
     world.begin()
     checks = world.checks()
     world.train(1.0)
@@ -274,7 +274,7 @@ def test_says_a_decision_once_while_it_stays_the_same(world):
 
 
 def test_all_map_indexes_of_a_mapped_stage_are_looked_at(world):
-    """It ends when Airflow says so of every one, and tells of each run."""
+    """The sensor ends when Airflow reports the end of every index, and summarizes each run."""
     world.begin(0)
     world.begin(1)
     checks = world.checks(None)
@@ -286,7 +286,7 @@ def test_all_map_indexes_of_a_mapped_stage_are_looked_at(world):
 
 
 def test_a_mapped_stage_is_not_over_while_an_index_has_not_begun(world):
-    """The runs that there are have ended, but Airflow has one more to start."""
+    """The existing runs have ended, but Airflow has one more to start."""
     world.begin(0)
     log = world.log(0)
     log.append(log.load().number, "succeeded", {"generation": 1}, actor=Actor("ti-1", 1, 3))
@@ -307,7 +307,7 @@ def test_timeout_is_an_hour_after_the_deadline_by_default(world):
 
 
 def test_without_a_deadline_there_is_no_timeout(world):
-    """Not Airflow's seven days either."""
+    """Not even Airflow's default of seven days."""
     world.begin()
     checks = world.checks()
     world.clock.advance(30 * 86400)
@@ -317,7 +317,7 @@ def test_without_a_deadline_there_is_no_timeout(world):
 
 
 def test_a_given_timeout_is_kept_as_an_absolute_time(world, monkeypatch):
-    """It counts from the sensor's start, and does not start anew when the sensor is deferred again."""
+    """It counts from the sensor's start, and does not restart when the sensor is deferred again."""
     monkeypatch.setattr(type(world.store), "now", lambda _self: 1000.0)
     sensor = sensor_of(world, timeout=timedelta(hours=1))
     first = deferred(lambda: sensor.execute(context_of()))
@@ -332,7 +332,7 @@ def test_a_given_timeout_is_kept_as_an_absolute_time(world, monkeypatch):
 
 @pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
 def test_a_timeout_goes_by_the_clock_of_the_store(world, monkeypatch, skew_s):
-    """The triggerer's clock is hours off; neither a stage is left alone early, nor a sensor kept (A6)."""
+    """The triggerer's clock is hours off; the sensor neither ends early nor stays too long (A6)."""
     world.begin()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + skew_s)
@@ -357,7 +357,7 @@ def test_a_timeout_skips_by_default_and_fails_without_soft_fail(world):
 
 
 def test_own_errors_are_retried_and_then_skip(world, monkeypatch):
-    """Three retries first: the stage's scaling is worth them; then the stage goes on without."""
+    """Three retries first, since scaling is worth them; then the stage continues without the sensor."""
     monkeypatch.setattr(EventLog, "load", lambda _self: (_ for _ in ()).throw(StoreError("503")))
     event = {"kind": "move", "prefix": PREFIX, "from_attempt": [1, 1], "target": {}, "until": None}
 
@@ -368,7 +368,7 @@ def test_own_errors_are_retried_and_then_skip(world, monkeypatch):
 
 
 def test_a_failed_trigger_is_retried_and_then_skips(world):
-    """Not skipped at once, as Airflow's soft_fail would have it."""
+    """Airflow's soft_fail would skip it at once; the sensor does not."""
     failure = {"error": TriggerFailureReason.TRIGGER_FAILURE, "traceback": ["Boom"]}
 
     with pytest.raises(TaskDeferralError):
@@ -378,12 +378,12 @@ def test_a_failed_trigger_is_retried_and_then_skips(world):
 
 
 def test_the_stage_of_its_own_task_group_comes_first(world):
-    """``train`` is ``group.train`` for a sensor in that group."""
+    """``train`` means ``group.train`` for a sensor in that group."""
     assert deferred(lambda: sensor_of(world, group=True).execute(context_of()))["task_id"] == "group.train"
 
 
 def test_the_stage_may_be_given_as_its_operator(world):
-    """Its task id is taken."""
+    """The sensor uses its task id."""
     stage = EnvStageOperator(task_id="train", spec="train.yaml")
 
     assert ScalingSensor(task_id="autoscale", stage=stage).stage == "train"
@@ -391,7 +391,7 @@ def test_the_stage_may_be_given_as_its_operator(world):
 
 
 def test_a_stage_given_as_its_operator_is_no_namesake_in_the_group(world):
-    """A task id is looked up in the sensor's own TaskGroup first; an operator is the one that was meant."""
+    """A task id is looked up in the sensor's own TaskGroup first; an operator is unambiguous."""
     del world
     with DAG("dag", schedule=None):
         meant = EnvStageOperator(task_id="train", spec="other.yaml")
@@ -406,7 +406,7 @@ def test_a_stage_given_as_its_operator_is_no_namesake_in_the_group(world):
 
 @pytest.mark.parametrize("value", ["output", None, ["train"]])
 def test_a_stage_of_another_kind_is_told_where_the_dag_file_is_read(world, value):
-    """As an import error that says what to write."""
+    """As an import error with a correction."""
     del world
     with DAG("dag", schedule=None):
         train = EnvStageOperator(task_id="train", spec="train.yaml")
@@ -417,20 +417,20 @@ def test_a_stage_of_another_kind_is_told_where_the_dag_file_is_read(world, value
 
 @pytest.mark.parametrize("value", [None, timedelta(seconds=30), 0, -1])
 def test_checks_without_a_pause_are_refused(world, value):
-    """Their trigger would fail, or check as fast as it can."""
+    """Their trigger would fail, or check without a pause."""
     with pytest.raises(AirflowException, match=r"check_interval: got .*, expected seconds above 0"):
         sensor_of(world, check_interval=value).execute(context_of())
 
 
 def test_an_unknown_stage_is_told_with_what_there_is(world):
-    """A typing error is not retried and skipped, which would leave the DAG run green (F7)."""
+    """A retry and a skip for a typing error would leave the DAG run green (F7)."""
     with pytest.raises(AirflowFailException, match="'trian' is not a stage of DAG dag; write one of: train"):
         sensor_of(world, stage="trian").execute(context_of())
 
 
 @pytest.mark.parametrize(("own", "seen"), [(-1, None), (2, 2)])
 def test_a_mapped_stage_is_seen_whole_or_at_the_same_index(world, own, seen):
-    """All of it by a sensor that is not mapped; index 2 by the sensor's index 2."""
+    """An unmapped sensor watches all of it; index 2 of a mapped sensor watches index 2."""
     with DAG("dag", schedule=None):
         EnvStageOperator.partial(task_id="train", spec="train.yaml").expand(parameters=[{}, {}, {}])
         sensor = ScalingSensor(task_id="autoscale", stage="train")
@@ -440,7 +440,7 @@ def test_a_mapped_stage_is_seen_whole_or_at_the_same_index(world, own, seen):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_cluster_and_store_are_those_of_the_stage(world, mapped):
-    """As the stage itself gets them: rendered, by default_args, and of each index when it is mapped."""
+    """As the stage itself gets them: rendered, from default_args, and per index when it is mapped."""
     with DAG("dag", schedule=None, default_args={"kubernetes_conn_id": "{{ params.team }}"}):
         given = {"task_id": "train", "spec": "s.yaml", "compute": "kubernetes", "store_url": world.url}
         if mapped:
@@ -456,7 +456,7 @@ def test_cluster_and_store_are_those_of_the_stage(world, mapped):
 
 
 def test_a_mapped_stage_s_group_has_the_word_before_the_dag(world):
-    """As Airflow puts them together: the argument itself, else the group's default, else the DAG's."""
+    """Airflow's order: the argument itself, else the group's default, else the DAG's."""
     with DAG("dag", schedule=None, default_args={"kubernetes_conn_id": "dag", "owner": "us"}):
         with TaskGroup("group", default_args={"kubernetes_conn_id": "group"}):
             given = {"task_id": "train", "spec": "s.yaml", "compute": "kubernetes", "store_url": world.url}
@@ -475,7 +475,7 @@ def test_a_mapped_stage_s_group_has_the_word_before_the_dag(world):
     ],
 )
 def test_backend_and_connection_may_stand_in_default_args(world, given, seen):
-    """They reach the sensor's own argument too, which then means the stage's cluster."""
+    """They also reach the sensor's own argument, which then names the stage's cluster."""
     with DAG("dag", schedule=None, default_args={"compute": "kubernetes", "kubernetes_conn_id": "ml"}):
         EnvStageOperator(task_id="train", spec="s.yaml")
         sensor = ScalingSensor(task_id="autoscale", stage="train", **given)
@@ -484,7 +484,7 @@ def test_backend_and_connection_may_stand_in_default_args(world, given, seen):
 
 
 def test_the_trigger_comes_back_from_its_serialized_arguments(world):
-    """All state is in them."""
+    """They contain all state."""
     arguments = deferred(lambda: sensor_of(world).execute(context_of()))
 
     again = ScalingTrigger(**json.loads(json.dumps(arguments))).serialize()
@@ -507,7 +507,7 @@ def test_the_trigger_asks_the_server_of_the_sensors_connection(world, monkeypatc
 
 
 def test_the_trigger_fires_once_and_carries_the_timeout(world, monkeypatch):
-    """The event has what the next slice needs, and nothing follows it."""
+    """The event has what the next execution needs, and nothing follows it."""
     arguments = deferred(lambda: sensor_of(world, timeout=1e9).execute(context_of()))
     monkeypatch.setattr(ScalingTrigger, "_states", lambda _self: {"train": "skipped"})
     trigger = ScalingTrigger(**{**arguments, "settle": 0.0})
@@ -522,7 +522,7 @@ def test_the_trigger_fires_once_and_carries_the_timeout(world, monkeypatch):
     "fault", [StoreError("503"), AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR))]
 )
 def test_the_trigger_goes_on_after_a_store_or_airflow_that_gives_no_answer(world, monkeypatch, fault):
-    """Unknown is not over: an API server that is upgraded uses up no retry of the sensor."""
+    """Unknown is not over: an upgrade of the API server uses up no retry of the sensor."""
     arguments = deferred(lambda: sensor_of(world).execute(context_of()))
     answers = [fault, {"kind": "ended", "runs": {}}]
 
@@ -543,7 +543,7 @@ def test_the_trigger_goes_on_after_a_store_or_airflow_that_gives_no_answer(world
 
 
 def test_a_sensor_under_dag_test_looks_once(world, monkeypatch):
-    """``dag.test()`` runs one task at a time: a sensor that waits for its stage would wait for ever (F13)."""
+    """``dag.test()`` runs one task at a time: a sensor waiting for its stage would wait for ever (F13)."""
     from airflow.sdk.execution_time import task_runner
 
     comms = type("InProcessSupervisorComms", (), {})()

@@ -1,4 +1,4 @@
-"""The trigger of a stage: one event, its log, its lease, and what a kill does. No triggerer, no sleep."""
+"""The trigger of a stage: one event, its log, its lease, and the effect of a kill. No triggerer, no sleep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_ANSWER = AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR))
 
 
 def no_answer(_trigger):
-    """As Airflow's API server while it is upgraded."""
+    """Fail as Airflow's API server does during an upgrade."""
     raise NO_ANSWER
 
 
@@ -59,19 +59,19 @@ class World:
         self.append("attempt-started", {"generation": 1, "attempt": 1, "handle": self.handle.to_dict()})
 
     def append(self, kind, body, *, actor=OWNER):
-        """One more event."""
+        """Append one more event."""
         return self.log.append(self.log.load().number, kind, body, actor=actor)
 
     def print(self, chunk, text, *, node=0):
-        """A closed chunk of the training's output."""
+        """Append a closed chunk of the training's output."""
         self.store.write(f"{KEY.prefix}/{log_name(1, 1, node, chunk)}", text.encode())
 
     def watching(self):
-        """What the slice that deferred said to watch."""
+        """Return what the deferring execution gave the trigger to watch."""
         return Watching(self.log.load().number, 1, 1, handle=self.handle.to_dict()).to_dict()
 
     def trigger(self, **changes):
-        """A trigger that looks without pause and fires at once."""
+        """Return a trigger that checks without a pause and fires at once."""
         arguments = {"prefix": KEY.prefix, "watching": self.watching(), "ti_id": "ti-1", **changes}
         return StageTrigger(**arguments, store_url=self.url, poll_s=0.0, settle=0.0)
 
@@ -89,7 +89,7 @@ def world(tmp_path, monkeypatch):
 
 
 def events_of(trigger):
-    """Everything that the trigger yields."""
+    """Return everything that the trigger yields."""
 
     async def collect():
         return [event.payload async for event in trigger.run()]
@@ -98,21 +98,21 @@ def events_of(trigger):
 
 
 def said(look):
-    """What one look shows."""
+    """Return what one check shows."""
     lines = []
     look.once(lines.append)
     return lines
 
 
 def test_fires_once_when_the_attempt_is_over(world):
-    """The event says that the status changed; nothing follows it."""
+    """The event reports the changed status; nothing follows it."""
     world.backend.end(world.handle)
 
     assert [event["kind"] for event in events_of(world.trigger())] == ["status"]
 
 
 def test_the_event_says_where_it_looked(world):
-    """The next slice goes on there, whatever became of the DAG file meanwhile."""
+    """The next execution continues with that store, even if the DAG file changed meanwhile."""
     world.backend.end(world.handle)
 
     (event,) = events_of(world.trigger(compute="kubernetes:eu"))
@@ -121,7 +121,7 @@ def test_the_event_says_where_it_looked(world):
 
 
 def test_fires_on_a_request(world):
-    """Somebody asked for a move while the attempt runs."""
+    """A user requested a move while the attempt runs."""
     trigger = world.trigger()
     world.log.append_request("move-requested", {"target": ALLOCATION.to_dict()}, actor=None)
 
@@ -131,7 +131,7 @@ def test_fires_on_a_request(world):
 
 
 def test_follows_the_run_and_says_when_it_is_superseded(world):
-    """An old trigger that finds a newer attempt does not watch the old one for ever."""
+    """An old trigger that finds a newer attempt does not keep watching the old one."""
     trigger = world.trigger()
     world.append("attempt-ended", {"generation": 1, "attempt": 1, "outcome": "lost"})
     world.append("attempt-intended", {"generation": 1, "attempt": 2, "allocation": ALLOCATION.to_dict()})
@@ -140,7 +140,7 @@ def test_follows_the_run_and_says_when_it_is_superseded(world):
 
 
 def test_goes_on_after_a_store_that_cannot_be_read(world, capsys):
-    """Unknown is not dead: one warning for the same fault, then the truth."""
+    """Unknown is not lost: one warning for a repeated fault, then the real state."""
     world.backend.end(world.handle)
     trigger = world.trigger()
     world.store.add("refuse", "read", "*", times=3)
@@ -163,7 +163,7 @@ def test_shows_the_log_once_over_a_restart(world, capsys):
 
 
 def test_advances_the_cursor_before_it_shows_a_line(world):
-    """A triggerer that dies while it writes its log loses lines there, and repeats none."""
+    """A triggerer that dies while it writes its log loses lines there, but repeats none."""
     world.print(1, "step 1\n")
     look = world.trigger()._open()
 
@@ -174,7 +174,7 @@ def test_advances_the_cursor_before_it_shows_a_line(world):
 
 
 def test_cuts_no_line_at_the_budget(world):
-    """The first look ends after a whole line, the next one begins there, across chunks."""
+    """The first check ends after a complete line, the next one begins there, across chunks."""
     world.print(1, "aaaa\nbbbb\ncccc\n")
     world.print(2, "dddd\n")
     tail = Tail(world.store, KEY.prefix, attempt=(1, 1), nodes=1, holder="t", monotonic=lambda: 0.0)
@@ -185,7 +185,7 @@ def test_cuts_no_line_at_the_budget(world):
 
 
 def test_shows_a_line_larger_than_the_budget_in_parts(world):
-    """It would hold up all that follows."""
+    """Otherwise it would block every line that follows."""
     world.print(1, "a" * 20 + "\nb\n")
     tail = Tail(world.store, KEY.prefix, attempt=(1, 1), nodes=1, holder="t", monotonic=lambda: 0.0)
 
@@ -195,14 +195,14 @@ def test_shows_a_line_larger_than_the_budget_in_parts(world):
 
 
 def test_shows_a_progress_bar_as_it_stands(world):
-    """Not every state that it wrote over."""
+    """Not every state that it overwrote."""
     world.print(1, "10%\r20%\r30%\ndone\r\n")
 
     assert said(world.trigger()._open()) == ["30%", "done"]
 
 
 def test_shows_nothing_when_the_cursor_cannot_be_kept(world):
-    """Showing first and failing to remember would repeat it."""
+    """To show lines and then forget the position would repeat them."""
     world.print(1, "step 1\n")
     look = world.trigger()._open()
     world.store.add("refuse", "write", "*lease/log.json")
@@ -214,7 +214,7 @@ def test_shows_nothing_when_the_cursor_cannot_be_kept(world):
 
 
 def test_renews_the_lease_every_minute(world):
-    """Two looks within the minute raise the counter once, one after it once more."""
+    """Two checks within the minute raise the counter once, one after it once more."""
     now = [0.0]
     look = look_module.Look(
         world.store,
@@ -233,7 +233,7 @@ def test_renews_the_lease_every_minute(world):
 
 
 def test_marks_lines_with_the_node_when_there_are_several(world):
-    """One node needs no mark."""
+    """A single node needs no mark."""
     world.print(1, "hello\n", node=1)
     watching = {**world.watching(), "nodes": 2}
 
@@ -243,7 +243,7 @@ def test_marks_lines_with_the_node_when_there_are_several(world):
 
 
 def test_shows_what_it_read_even_when_the_next_look_fails(world):
-    """Lines count as shown from their reading on, so they are said before anything else is tried."""
+    """Lines count as shown once they are read, so the trigger logs them before it does anything else."""
     world.print(1, "step 1\n")
     look = world.trigger()._open()
     world.store.add("refuse", "read", "*events*")
@@ -256,7 +256,7 @@ def test_shows_what_it_read_even_when_the_next_look_fails(world):
 
 
 def test_says_how_far_a_transfer_is_that_lasts(world):
-    """After a minute, and each minute in which it went on; what is over sooner says nothing (F6)."""
+    """After a minute, and each minute in which it advanced; a shorter transfer logs nothing (F6)."""
     now = [0.0]
     watching = Watching.from_dict(world.watching())
     look = Look(world.store, KEY.prefix, watching, compute="x", holder="t", monotonic=lambda: now[0])
@@ -272,7 +272,7 @@ def test_says_how_far_a_transfer_is_that_lasts(world):
 
 
 def test_says_once_what_the_machines_wait_for(world):
-    """In the log once per change, and in the lease for a shell; texts that take turns are said once each."""
+    """In the log once per change, and in the lease for a shell; texts that alternate are logged once each."""
     look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
     pull = {"reason": "image", "detail": "ErrImagePull of train:1"}
     again = {"reason": "image", "detail": "ImagePullBackOff of train:1"}
@@ -306,7 +306,7 @@ def test_says_once_what_the_machines_wait_for(world):
 
 
 def test_what_is_waited_for_costs_no_event(world):
-    """A lease that cannot be written is tried again at the next look; the request is told all the same."""
+    """The next check retries a lease that could not be written; the trigger still reports the request."""
     look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
     said(look)
     world.backend.set_state(world.handle, "pending", detail="no room")
@@ -322,7 +322,7 @@ def test_what_is_waited_for_costs_no_event(world):
 
 
 def test_a_stage_that_waits_for_nothing_says_nothing(world):
-    """From the first look on."""
+    """From the first check on."""
     look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
 
     assert said(look) == []
@@ -330,7 +330,7 @@ def test_a_stage_that_waits_for_nothing_says_nothing(world):
 
 
 def test_a_scaled_stage_without_a_sensor_says_so_once(world):
-    """After five minutes of its own clock, and again when a sensor came and went."""
+    """After five minutes of its own clock, and again after a sensor started and ended."""
     now = [0.0]
     watch = SensorWatch(world.store, KEY.prefix, monotonic=lambda: now[0])
     lease = SensorLease(world.store, KEY.prefix, monotonic=lambda: now[0])
@@ -345,7 +345,7 @@ def test_a_scaled_stage_without_a_sensor_says_so_once(world):
 
 
 def test_refuses_a_store_that_does_not_hold_the_run(world, tmp_path):
-    """A triggerer with another file system says so instead of watching nothing."""
+    """A triggerer with another file system reports that instead of watching nothing."""
     elsewhere = open_store(f"file://{tmp_path}/elsewhere")
     check_store(elsewhere)
     place = type("Place", (), {"open": lambda _self: elsewhere})()
@@ -357,7 +357,7 @@ def test_refuses_a_store_that_does_not_hold_the_run(world, tmp_path):
 
 
 def test_holds_its_event_until_the_deferring_slice_is_reported(world, monkeypatch):
-    """Airflow fails a task that is queued again before the end of its last slice was reported."""
+    """Airflow fails a task that is queued again before the end of its last execution was reported."""
     waited = []
     real = asyncio.sleep
 
@@ -388,7 +388,7 @@ def test_a_kill_asks_the_attempt_to_save_and_go(world):
 
 
 def test_goes_on_while_airflow_gives_no_answer(world, monkeypatch, capsys):
-    """An API server that is upgraded ends no trigger: neither its connection nor its first question."""
+    """An upgrade of the API server ends no trigger, neither while connecting nor at its first question."""
     world.backend.end(world.handle)
     real, faults = look_module.store_place, [NO_ANSWER, NO_ANSWER]
 
@@ -406,7 +406,7 @@ def test_goes_on_while_airflow_gives_no_answer(world, monkeypatch, capsys):
 
 
 def test_a_kill_of_which_airflow_says_nothing_leaves_the_attempt_to_its_lease(world, monkeypatch, capsys):
-    """It may have been cleared, or marked; the log says what becomes of it."""
+    """The task may have been cleared, or marked; the log explains what happens next."""
     monkeypatch.setattr(StageTrigger, "_task_state", no_answer)
 
     asyncio.run(world.trigger().on_kill())
@@ -417,7 +417,7 @@ def test_a_kill_of_which_airflow_says_nothing_leaves_the_attempt_to_its_lease(wo
 
 @pytest.mark.parametrize("state", ["deferred", "scheduled", "queued", "running", None])
 def test_a_task_that_goes_on_was_not_killed(world, state):
-    """Another triggerer took the trigger over or fired its event, or the task was cleared: left alone."""
+    """Another triggerer took it over or fired its event, or the task was cleared: the attempt continues."""
     world.task_state = state
     before = world.log.load().number
 
@@ -432,7 +432,7 @@ def test_a_task_that_goes_on_was_not_killed(world, state):
     [({"run": {"train": "deferred"}}, "deferred"), ({"run": {"train": None}}, None), ({}, "removed")],
 )
 def test_the_state_of_the_task_is_airflows(monkeypatch, answer, state):
-    """None is what a clear leaves; no answer at all means that the DAG run is gone."""
+    """A clear leaves None; no answer at all means that the DAG run was deleted."""
     monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(lambda **_: answer))
     trigger = StageTrigger(prefix=KEY.prefix, watching={}, ti_id="ti-1")
     trigger.task_instance = SimpleNamespace(dag_id="dag", run_id="run", task_id="train", map_index=-1)
@@ -441,7 +441,7 @@ def test_the_state_of_the_task_is_airflows(monkeypatch, answer, state):
 
 
 def test_a_late_kill_of_an_old_try_does_nothing(world):
-    """On a clear the old trigger can be told after the new try took the run over."""
+    """After a clear, the old trigger may get its kill after the new try took the run over."""
     trigger = world.trigger()
     world.append("owner", {"reason": "taken over"}, actor=Actor("ti-2", 2, 4))
     before = world.log.load().number
@@ -464,7 +464,7 @@ def test_a_late_kill_of_a_try_whose_id_came_back_does_nothing(world):
 
 
 def test_a_kill_that_races_with_a_new_owner_does_nothing(world, monkeypatch):
-    """The new try's event lands between reading and asking: its number is taken, and the kill sees it."""
+    """The new try's event arrives between read and request: its number is taken, and the kill sees it."""
     trigger = world.trigger()
     rival = EventLog(world.store, KEY.prefix)
     real, once = EventLog.load, []
@@ -483,7 +483,7 @@ def test_a_kill_that_races_with_a_new_owner_does_nothing(world, monkeypatch):
 
 
 def test_a_kill_after_the_event_does_nothing(world):
-    """Airflow tells a trigger on_kill that has fired and still runs."""
+    """Airflow calls on_kill of a trigger that has fired and still runs."""
     world.backend.end(world.handle)
     trigger = world.trigger()
 
@@ -497,7 +497,7 @@ def test_a_kill_after_the_event_does_nothing(world):
 
 
 def test_a_kill_without_a_store_leaves_it_to_the_lease(world, capsys):
-    """It is logged and raises nothing: Airflow would only log it too."""
+    """It is logged and not raised: Airflow would only log it too."""
     trigger = world.trigger()
     world.store.add("refuse", "read", "*", times=None)
 
@@ -507,7 +507,7 @@ def test_a_kill_without_a_store_leaves_it_to_the_lease(world, capsys):
 
 
 def test_cleanup_stops_nothing(world):
-    """It runs at every restart of a triggerer."""
+    """Every restart of a triggerer calls it."""
     renew_lease(world.store, KEY.prefix, holder="t")
     before = world.log.load().number
 
@@ -518,7 +518,7 @@ def test_cleanup_stops_nothing(world):
 
 
 def test_comes_back_from_its_serialized_arguments(world):
-    """All state is in them: a trigger made again serializes to the same."""
+    """They contain all state: a restored trigger serializes to the same."""
     path, arguments = world.trigger().serialize()
 
     again = StageTrigger(**json.loads(json.dumps(arguments)))
@@ -527,7 +527,7 @@ def test_comes_back_from_its_serialized_arguments(world):
 
 
 def test_arguments_that_an_older_version_did_not_write_have_defaults(world):
-    """Three arguments are enough."""
+    """The three original arguments are enough."""
     trigger = StageTrigger(prefix=KEY.prefix, watching=world.watching(), ti_id="ti-1")
 
     assert trigger.serialize()[1]["compute"] == "local"

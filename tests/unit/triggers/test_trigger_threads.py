@@ -1,4 +1,4 @@
-"""A scaling check that hangs takes one thread, and none of those that keep trainings alive."""
+"""A scaling check that hangs blocks one thread, and none of those that keep trainings alive."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from envscaler_airflow.triggers.scaling_trigger import ScalingTrigger
 
 
 def trigger():
-    """Of no stage in particular."""
+    """Return a trigger for an arbitrary stage."""
     return ScalingTrigger(folder="d/dag/run/train", dag_id="dag", run_id="run", task_id="train")
 
 
 def test_a_check_that_hangs_is_joined_by_no_other(monkeypatch):
-    """The second says so at once, and the third works once the first has come back."""
+    """The second one reports that at once, and the third works after the first has returned."""
     checks, entered, go_on, calls = trigger(), threading.Event(), threading.Event(), []
 
     def hang(self):
@@ -39,7 +39,7 @@ def test_a_check_that_hangs_is_joined_by_no_other(monkeypatch):
 
 
 def test_hanging_checks_leave_the_threads_of_stages_free(monkeypatch):
-    """As many as there are threads hang: a stage's look still gets one."""
+    """As many checks hang as there are threads: a stage's check still gets one."""
     monkeypatch.setattr(threads, "_THREADS", 2)
     threads._pool.cache_clear()
     go_on = threading.Event()

@@ -1,4 +1,4 @@
-"""Unit tests of offers, usage and resizes: what is read from a cluster's objects."""
+"""Unit tests of offers, usage and resizes: what the backend reads from a cluster's objects."""
 
 import math
 
@@ -20,7 +20,7 @@ PART = Part("ns", "job", "u", nodes=1, created=START)
 
 
 def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, ready="True", labels=None):
-    """A node; 33024Mi are 32 GiB and the sidecar's 256 MiB."""
+    """Return a node; 33024Mi are 32 GiB and the sidecar's 256 MiB."""
     room = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/arch": "amd64", **(labels or {})}},
@@ -47,7 +47,7 @@ def test_quantities_of_a_server_are_read(text, value):
 
 
 def test_a_node_is_offered_in_slices_less_what_the_sidecar_takes():
-    """Eight CPUs: 1, 2, 4, 8, memory in proportion."""
+    """Eight CPUs: 1, 2, 4, 8, with memory in proportion."""
     offers = derived_offers([node(labels={"node.kubernetes.io/instance-type": "m5.2xlarge"})], Settings())
 
     assert [(offer.instance_type, offer.vcpus, offer.memory_gib) for offer in offers] == [
@@ -80,7 +80,7 @@ EKS = {"node.kubernetes.io/instance-type": "g5.xlarge", "topology.kubernetes.io/
 
 
 def rented(name="n", *, labels=None, cloud="aws"):
-    """A g5.xlarge of EKS in us-east-1 as its node says: one A10G, four CPUs less what is reserved."""
+    """Return a g5.xlarge of EKS in us-east-1 as its node reports it: one A10G, four CPUs less the reserve."""
     gpu = {"nvidia.com/gpu.product": "NVIDIA-A10G", "nvidia.com/gpu.memory": "23028"}
     made = node(name, cpu="3920m", memory="15147812Ki", gpus=1, labels={**EKS, **gpu, **(labels or {})})
     made["spec"]["providerID"] = f"{cloud}:///us-east-1a/{name}"
@@ -88,7 +88,7 @@ def rented(name="n", *, labels=None, cloud="aws"):
 
 
 def test_a_rented_node_costs_what_its_cloud_asks_for_the_type():
-    """The list price of a g5.xlarge in us-east-1, and the region of the node rather than the setting."""
+    """The list price of a g5.xlarge in us-east-1; the node's region takes precedence over the setting."""
     [offer] = derived_offers([rented()], Settings(region="mine"))
 
     assert offer.name == "kubernetes/us-east-1/g5.xlarge:gpu-1/on-demand"
@@ -98,7 +98,7 @@ def test_a_rented_node_costs_what_its_cloud_asks_for_the_type():
 
 @pytest.mark.parametrize("key", ["g5.xlarge", "pool", "*"])
 def test_the_owners_price_goes_before_the_clouds(key):
-    """By instance type, node pool, or for all; the catalog is not even opened."""
+    """By instance type, by node pool, or for all; the catalog is not even opened."""
 
     def catalog():
         raise AssertionError("the catalog was opened")
@@ -114,21 +114,21 @@ def test_the_owners_price_goes_before_the_clouds(key):
 @pytest.mark.parametrize(
     "nodes",
     [
-        [rented(labels={"eks.amazonaws.com/capacityType": "SPOT"})],  # nobody published what spot costs
+        [rented(labels={"eks.amazonaws.com/capacityType": "SPOT"})],  # no public price for spot
         [rented(cloud="kind")],
         [rented(labels={"node.kubernetes.io/instance-type": "g99.xlarge"})],
         [rented(), rented("m", cloud="kind")],
     ],
 )
 def test_a_price_that_nobody_tells_stays_unknown(nodes):
-    """Never 0, and never that of another market, cloud or node."""
+    """Never 0, and never the price of another market, cloud or node."""
     [offer] = derived_offers(nodes, Settings())
 
     assert offer.usd_per_hour is None
 
 
 def test_the_dearest_of_like_nodes_counts():
-    """A slice may be on either."""
+    """A share may be on either node."""
     dear, cheap = ({"eks.amazonaws.com/nodegroup": name} for name in ("dear", "cheap"))
     settings = Settings(usd_per_hour={"dear": 2.0, "cheap": 1.0})
 
@@ -139,7 +139,7 @@ def test_the_dearest_of_like_nodes_counts():
 
 @pytest.mark.parametrize("price", [-1.0, math.nan, math.inf])
 def test_a_price_that_is_none_is_refused(price):
-    """Before anything is planned with it."""
+    """The error comes before any plan uses it."""
     with pytest.raises(SpecError, match=r"usd_per_hour\.g5\.xlarge"):
         Settings.read({"usd_per_hour": {"g5.xlarge": price}})
 
@@ -154,7 +154,7 @@ def test_a_price_that_is_none_is_refused(price):
     ],
 )
 def test_a_node_class_that_no_offer_can_be_is_refused(fields):
-    """By the configuration, and not in the middle of a plan."""
+    """Loading the configuration refuses it, not a later plan."""
     with pytest.raises(SpecError, match=r"cluster_prices\.0: Value error, (gpus|vcpus|gpu_memory_gb)"):
         Settings.read({"cluster_prices": [{"name": "n", "vcpus": 1, "memory_gib": 1, **fields}]})
 
@@ -166,7 +166,7 @@ def test_a_life_without_an_end_is_refused():
 
 
 def test_preemptible_nodes_are_spot():
-    """They have no label of GKE's Spot VMs; who names gke asks for those by their label alone."""
+    """They lack GKE's Spot VM label; a setting of gke selects by that label alone."""
     nodes = [node(labels={"cloud.google.com/gke-preemptible": "true"})]
 
     assert {offer.capacity_type for offer in derived_offers(nodes, Settings())} == {"spot"}
@@ -177,7 +177,7 @@ def test_preemptible_nodes_are_spot():
 
 @pytest.mark.parametrize("text", ["", "lots", "5KM", "1e", "-1", "nan", "0x10", "1 Gi"])
 def test_what_is_no_quantity_is_refused(text):
-    """A node that says such a thing has none of it."""
+    """A node that reports such a value counts as having none."""
     with pytest.raises(ValueError, match="is no quantity"):
         quantity(text)
     assert derived_offers([node(cpu=text)], Settings()) == ()
@@ -199,14 +199,14 @@ def test_nodes_that_take_no_pods_are_no_offers():
 
 
 def test_the_smallest_of_like_nodes_counts():
-    """A slice fits on each of them."""
+    """A share fits on each of them."""
     offers = derived_offers([node(), node(cpu="4100m")], Settings())
 
     assert max(offer.vcpus for offer in offers) == 4.0
 
 
 def pod(*, phase="Running", index=0, finished=None, conditions=()):
-    """A pod that was bound to a node a minute after its Job began."""
+    """Return a pod that was bound to a node a minute after its Job began."""
     bound = {"type": "PodScheduled", "status": "True", "lastTransitionTime": BOUND}
     state = {"terminated": {"exitCode": 0, "finishedAt": finished}} if finished else {"running": {}}
     return {
@@ -227,13 +227,13 @@ def pod(*, phase="Running", index=0, finished=None, conditions=()):
 
 
 def job(*, ended=None):
-    """A Job that began at START."""
+    """Return a Job that began at START."""
     conditions = [{"type": "Failed", "status": "True", "lastTransitionTime": ended}] if ended else []
     return {"metadata": {"name": "job"}, "spec": {}, "status": {"startTime": START, "conditions": conditions}}
 
 
 def test_a_node_is_billed_from_its_binding_to_its_last_container():
-    """Not while it waits for a node."""
+    """The wait for a node costs nothing."""
     assert intervals(Seen(job(), (pod(),)), PART) == (UsageInterval(0, timestamp(BOUND), None),)
     over = pod(phase="Succeeded", finished=END)
     assert intervals(Seen(job(ended=END), (over,)), PART) == (
@@ -242,7 +242,7 @@ def test_a_node_is_billed_from_its_binding_to_its_last_container():
 
 
 def test_a_machine_whose_clock_is_behind_is_billed_for_what_it_ran():
-    """Half an hour by its own clock, which is two hours late; a clock that agrees changes nothing."""
+    """Half an hour by its own clock, which is two hours late; an accurate clock changes nothing."""
     late = pod(phase="Succeeded", finished="2026-11-29T15:31:00Z")
     late["status"]["startTime"] = "2026-11-29T15:01:00Z"
     agrees = pod(phase="Succeeded", finished=END)
@@ -255,13 +255,13 @@ def test_a_machine_whose_clock_is_behind_is_billed_for_what_it_ran():
 
 
 def test_a_node_whose_pod_is_gone_is_billed_by_its_job():
-    """From start to end; one whose Job is gone is billed no more."""
+    """From start to end; a node whose Job is gone is billed no further."""
     assert intervals(Seen(job(ended=END)), PART) == (UsageInterval(0, timestamp(START), timestamp(END)),)
     assert intervals(Seen(None), PART) == (UsageInterval(0, timestamp(START), timestamp(START)),)
 
 
 def test_a_pod_that_no_machine_was_found_for_costs_nothing():
-    """Three hours in the scheduler's queue, with the pod there still, and after it was given up."""
+    """Three hours in the scheduler's queue, while the pod exists and after it was deleted."""
     waiting = pod(phase="Pending")
     waiting["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]
     given_up = job(ended=END)
@@ -273,14 +273,14 @@ def test_a_pod_that_no_machine_was_found_for_costs_nothing():
 
 
 def test_pods_that_were_made_again_are_billed_each():
-    """Two intervals of one node."""
+    """One node with two intervals."""
     found = intervals(Seen(job(), (pod(phase="Failed", finished=END), pod())), PART)
 
     assert [(one.node, one.end) for one in found] == [(0, timestamp(END)), (0, None)]
 
 
 def test_what_a_node_held_before_its_pod_was_made_again_is_billed():
-    """The pod before is gone without a trace; one that waits for a machine is billed from there no more."""
+    """The previous pod is gone without a trace; a new one that waits for a machine costs nothing more."""
     late, waiting = pod(), pod(phase="Pending")
     waiting["status"]["conditions"] = []
     for one in (late, waiting):
@@ -307,7 +307,7 @@ def test_what_a_node_held_before_its_pod_was_made_again_is_billed():
     ],
 )
 def test_the_wait_for_a_nodes_very_first_pod_costs_nothing(notes, of_job, is_billed):
-    """Told by what the cluster writes on pods, or the start on the Job; else it is an upper bound."""
+    """Known from records on the pods or the start on the Job; otherwise an upper bound."""
     late, begun = pod(), job()
     late["metadata"] |= {"creationTimestamp": BOUND.replace("01:00", "02:00"), "annotations": notes}
     begun["metadata"]["annotations"] = of_job
@@ -316,7 +316,7 @@ def test_the_wait_for_a_nodes_very_first_pod_costs_nothing(notes, of_job, is_bil
 
 
 def test_a_resize_moves_the_limits_that_are_there():
-    """Memory has one, CPU has none."""
+    """Memory has a limit, CPU has none."""
     assert patch_of(pod(), vcpus=2.5, memory_bytes=2 << 30)["spec"]["containers"] == [
         {
             "name": "main",
@@ -336,7 +336,7 @@ def test_a_resize_moves_the_limits_that_are_there():
     ],
 )
 def test_how_far_a_resize_is(kind, reason, expected):
-    """By the pod's conditions; the worst of all pods counts."""
+    """By the pods' conditions; the worst one counts."""
     one = pod(conditions=[{"type": kind, "status": "True", "reason": reason}])
 
     assert state_of((pod(), one)) == expected
@@ -351,7 +351,7 @@ def test_a_resize_that_the_kubelet_has_not_seen_is_going():
 
 
 def test_where_the_kubelet_tells_no_generation_what_the_container_has_counts():
-    """Kubernetes 1.33: what was asked for is there, is not yet, or nobody says."""
+    """Kubernetes 1.33: the requested value is there, is not yet there, or is unknown."""
     one = pod()
     del one["status"]["observedGeneration"]
     one["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "2"}, "limits": {"memory": "1Gi"}}

@@ -1,4 +1,4 @@
-"""Unit tests of the failure table: what the API server shows, and what is made of it.
+"""Unit tests of the failure table: what the API server shows, and how the backend classifies it.
 
 Fields are those that a real Kubernetes 1.36 wrote; each row of docs/reference/failures.md is one here.
 """
@@ -23,7 +23,7 @@ NOW = reading.timestamp(AT)
 
 
 def pod(*, phase="Running", main=None, node="node0", index=0, meta=None, **status):
-    """A pod; *main* is the state of the training's container."""
+    """Return a pod; *main* is the state of the training's container."""
     statuses = [{"name": "main", "image": "train:1", "state": main}] if main is not None else []
     return {
         "metadata": {
@@ -40,17 +40,17 @@ def pod(*, phase="Running", main=None, node="node0", index=0, meta=None, **statu
 
 
 def ended(code, reason="Error", message=""):
-    """State of a container that ended."""
+    """Return the state of a container that ended."""
     return {"terminated": {"exitCode": code, "reason": reason, "message": message, "finishedAt": AT}}
 
 
 def waiting(reason, message=""):
-    """State of a container that waits."""
+    """Return the state of a container that waits."""
     return {"waiting": {"reason": reason, "message": message}}
 
 
 def when(kind, reason="", message="", status="True"):
-    """A condition."""
+    """Return a condition."""
     return {
         "type": kind,
         "status": status,
@@ -61,12 +61,12 @@ def when(kind, reason="", message="", status="True"):
 
 
 def unscheduled(why):
-    """The scheduler's no."""
+    """Return the condition of a pod that the scheduler cannot place."""
     return when("PodScheduled", "Unschedulable", f"0/5 nodes are available: {why}", "False")
 
 
 def job(*conditions, nodes=1, stop=None, queue=None, suspend=False, **status):
-    """A Job with these conditions."""
+    """Return a Job with these conditions."""
     labels = {names.NODES: str(nodes)} | ({names.QUEUE: queue} if queue else {})
     return {
         "metadata": {
@@ -218,7 +218,7 @@ WAITS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_an_end_has_its_class(name):
-    """Reason, exit code and signal; the owner's table has what follows."""
+    """Reason, exit code and signal; the owner's table maps them to the next step."""
     body, (reason, code, number) = ENDS[name]
 
     got = end_of(body)
@@ -228,7 +228,7 @@ def test_an_end_has_its_class(name):
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_has_its_reason(name):
-    """Kind and one line for people, the same for every version of the scheduler."""
+    """Kind and one human-readable line, the same for every version of the scheduler."""
     body, expected = WAITS[name]
 
     assert waiting_for(body, Seen(None, server_time=NOW + 5, wait_for_node_s=60)) == expected
@@ -248,7 +248,7 @@ OTHERS = {
     "volume unreachable": "test_a_volume_out_of_reach_is_no_want_of_capacity",
     "other part failed": "test_when_one_part_has_failed_the_others_are_not_needed",
 }
-"""Rows that are told from more than one pod, and the test of each."""
+"""Rows that need more than one pod, and the test of each."""
 
 
 def test_every_row_of_the_table_is_a_test():
@@ -261,7 +261,10 @@ def test_every_row_of_the_table_is_a_test():
 
 
 def test_when_one_part_has_failed_the_others_are_not_needed():
-    """A Job ends its own pods; those of the other Job are the owner's. Who went as asked ends nobody."""
+    """A Job ends its own pods; the owner ends those of the other Job.
+
+    A pod that drained on request ends no other.
+    """
     head, rest = Part("ns", "a", "u", 1), Part("ns", "b", "v", 1, first=1)
     runs = Seen(job(), (pod(main={"running": {}}),))
     failed = Seen(job(when("Failed", "PodFailurePolicy")), (pod(phase="Failed", main=ended(3)),))
@@ -274,7 +277,7 @@ def test_when_one_part_has_failed_the_others_are_not_needed():
 
 
 def test_no_node_within_the_time_given_is_want_of_capacity():
-    """By the server's clock: sixty seconds after the scheduler said no."""
+    """By the server's clock: sixty seconds after the scheduler refused the pod."""
     body, _ = WAITS["unschedulable"]
 
     kinds = [
@@ -300,7 +303,7 @@ def test_no_node_within_the_time_given_is_want_of_capacity():
     ],
 )
 def test_a_volume_out_of_reach_is_no_want_of_capacity(why, kind):
-    """Unless a node that reaches it lacks room, by the scheduler's own words (D4)."""
+    """Unless a node that reaches it lacks capacity, according to the scheduler's message (D4)."""
     body = pod(phase="Pending", node=None, conditions=[unscheduled(why)])
 
     kinds = [waiting_for(body, Seen(None, server_time=NOW + at, wait_for_node_s=60))[0] for at in (59, 60)]
@@ -310,7 +313,7 @@ def test_a_volume_out_of_reach_is_no_want_of_capacity(why, kind):
 
 @pytest.mark.parametrize("name", ["Secret is missing", "claim is not bound", "volume cannot be mounted"])
 def test_what_a_pod_lacks_is_waited_for_and_then_refused(name):
-    """As long as for an image, by the server's clock; the words stay (D4)."""
+    """As long as for an image, by the server's clock; the message stays the same (D4)."""
     bound = [when("PodScheduled")]
     event = {"reason": "FailedMount", "message": "no such share", "involvedObject": {"uid": "pod-0"}}
     bodies = {
@@ -333,7 +336,7 @@ def test_what_a_pod_lacks_is_waited_for_and_then_refused(name):
 
 
 def test_a_webhook_that_never_answers_is_given_up():
-    """From its first refusal on; a quota is waited for as long as the stage may (D3)."""
+    """From its first refusal on; a quota may wait as long as the stage may (D3)."""
     refusal = {
         "reason": "FailedCreate",
         "firstTimestamp": AT,
@@ -349,9 +352,9 @@ def test_a_webhook_that_never_answers_is_given_up():
 
 
 def test_an_image_that_does_not_come_within_its_time_is_given_up():
-    """By the server's clock, from the moment that the pod had its node: waiting for one counts apart.
+    """By the server's clock, from when the pod had its node: the wait for a node counts separately.
 
-    The words say that it was late; of an image that is not there they do not.
+    The message says that the image was late, unless the image does not exist.
     """
     bound = when("PodScheduled")
     body = pod(phase="Pending", main=waiting("ErrImagePull", "i/o timeout"), conditions=[bound])
@@ -373,7 +376,7 @@ def test_an_image_that_does_not_come_within_its_time_is_given_up():
 
 
 def test_a_pull_that_fails_and_is_tried_again_is_one_wait():
-    """The kubelet alternates between two reasons: what is shown stays the same."""
+    """The kubelet alternates between two reasons: the displayed reason stays the same."""
     failed, backing_off = (
         pod(phase="Pending", main=waiting(reason, before + "dial tcp: i/o timeout"))
         for reason, before in (("ErrImagePull", ""), ("ImagePullBackOff", "Back-off pulling: ErrImagePull: "))
@@ -383,7 +386,7 @@ def test_a_pull_that_fails_and_is_tried_again_is_one_wait():
 
 
 def test_an_image_that_never_comes_is_pending_until_it_is_given_up():
-    """The owner acts on a pending node; once it did, nothing more is asked of it."""
+    """The owner acts on a pending node; after that, the node causes no further request."""
     body, _ = WAITS["image does not exist"]
 
     assert nodes_of(Seen(job(), (body,)))[0][:2] == ("pending", "image")
@@ -391,12 +394,12 @@ def test_an_image_that_never_comes_is_pending_until_it_is_given_up():
 
 
 def nodes_of(seen, nodes=1):
-    """State, reason and detail of every node."""
+    """Return state, reason and detail of every node."""
     return [(one.state, one.reason, one.detail) for one in read_attempt(seen, nodes).nodes]
 
 
 def test_a_job_that_is_gone_is_lost():
-    """Somebody deleted it: known to be gone with its pods, which are not waited for on a silent node."""
+    """A user deleted it: it is known to be gone with its pods, also with those on a silent node."""
     gone = "its Job is gone from the cluster"
     running, over = pod(main={"running": {}}), pod(phase="Failed", index=1, main=ended(143))
     silent = overdue(600)
@@ -410,7 +413,7 @@ def test_a_job_that_is_gone_is_lost():
 
 
 def test_a_container_that_ended_runs_until_its_pod_has():
-    """The sidecar still uploads."""
+    """The sidecar is still uploading."""
     assert nodes_of(Seen(job(), (pod(main=ended(0)),)))[0][0] == "running"
     assert read_attempt(Seen(job(), (pod(phase="Succeeded", main=ended(0)),)), 1).nodes == (
         NodeStatus(0, "ended", exit_code=0, reason="succeeded"),
@@ -427,7 +430,7 @@ def test_a_disrupted_pod_is_made_again_unless_its_job_ended():
 
 
 def test_the_pod_that_came_instead_counts():
-    """A pod that is going, or older, says nothing of the node."""
+    """An older or draining pod does not determine the state of the node."""
     old = pod(phase="Failed", conditions=[when("DisruptionTarget", "PreemptionByScheduler")])
     going = pod(main={"running": {}}, meta={"name": "b", "deletionTimestamp": AT})
     fresh = pod(main={"running": {}}, meta={"name": "a", "creationTimestamp": "2026-11-29T17:01:00Z"})
@@ -436,7 +439,7 @@ def test_the_pod_that_came_instead_counts():
 
 
 def test_a_node_that_went_is_told_by_its_job_when_its_pod_is_gone():
-    """Completed and failed indexes, and the Job's own end."""
+    """By completed and failed indexes, and by the Job's own end."""
     done = job(completedIndexes="0,2-3", failedIndexes="1", nodes=5)
 
     states = [(state, reason) for state, reason, _ in nodes_of(Seen(done), 5)]
@@ -451,7 +454,7 @@ def test_a_node_that_went_is_told_by_its_job_when_its_pod_is_gone():
 
 
 def test_a_deadline_of_the_job_is_one_unless_a_stop_set_it():
-    """The same condition; the note tells who asked, and how."""
+    """The same condition; the note records who requested the stop, and how."""
     over = when("Failed", "DeadlineExceeded", "Job was active longer than specified deadline")
 
     assert nodes_of(Seen(job(over)))[0][:2] == ("ended", "deadline-exceeded")
@@ -460,14 +463,14 @@ def test_a_deadline_of_the_job_is_one_unless_a_stop_set_it():
 
 
 def test_a_success_before_the_stop_stays_a_success():
-    """Who asks too late changes nothing."""
+    """A request that comes too late changes nothing."""
     over = job(when("Complete", "CompletionsReached"), stop={"grace_s": 30}, completedIndexes="0")
 
     assert nodes_of(Seen(over))[0][:2] == ("ended", "succeeded")
 
 
 def test_a_quota_and_a_queue_are_waits_with_a_reason():
-    """Shown, and waited for."""
+    """The reason is shown, and the backend waits."""
     event = {"reason": "FailedCreate", "message": 'pods "x" is forbidden: exceeded quota: gpus, requested: 1'}
 
     assert nodes_of(Seen(job(), events=(event,)))[0][:2] == ("pending", "quota")
@@ -490,14 +493,14 @@ def test_a_quota_and_a_queue_are_waits_with_a_reason():
     ],
 )
 def test_a_pod_that_the_api_server_refuses_is_told_from_one_that_waits(words, kind):
-    """By its own words."""
+    """By the API server's message."""
     event = {"reason": "FailedCreate", "message": f"Error creating: {words}"}
 
     assert nodes_of(Seen(job(), events=(event,)))[0] == ("pending", kind, f"Error creating: {words}")
 
 
 def test_a_volume_that_cannot_be_mounted_is_told_by_its_event():
-    """The container only says ContainerCreating."""
+    """The container only reports ContainerCreating."""
     event = {
         "reason": "FailedMount",
         "message": 'MountVolume.SetUp failed: secret "absent" not found',
@@ -509,7 +512,7 @@ def test_a_volume_that_cannot_be_mounted_is_told_by_its_event():
 
 
 def overdue(seconds, *, ready=None):
-    """A pod that was to be gone *seconds* ago, on a node that is *ready* or cannot be read."""
+    """Return a pod whose deletion was due *seconds* ago, on a node that is *ready* or cannot be read."""
     body = pod(
         main={"running": {}},
         meta={"deletionTimestamp": AT},
@@ -520,7 +523,7 @@ def overdue(seconds, *, ready=None):
 
 
 def test_a_pod_on_a_silent_node_is_lost_after_three_minutes():
-    """By the clock that wrote the deletion; a node that answers is given ten minutes (D4)."""
+    """By the clock that wrote the deletion; a ready node gets ten minutes (D4)."""
     assert nodes_of(overdue(179))[0][0] == "running"
     assert nodes_of(overdue(180))[0][:2] == ("lost", "silent")
     assert nodes_of(overdue(600, ready="Unknown"))[0][0] == "lost"
@@ -529,7 +532,7 @@ def test_a_pod_on_a_silent_node_is_lost_after_three_minutes():
 
 
 def test_without_the_servers_clock_nothing_is_overdue():
-    """Unknown is never dead."""
+    """Unknown is never lost."""
     seen = overdue(600)
 
     assert nodes_of(Seen(seen.job, seen.pods))[0][0] == "running"
@@ -552,7 +555,7 @@ def test_completed_indexes_are_read(text, expected):
 
 
 def test_a_node_that_never_came_is_told_as_that_after_the_stop():
-    """What was missing is written down with the stop; a node that ran was merely killed."""
+    """The stop records what was missing; a node that ran was merely killed."""
     waits, _ = WAITS["unschedulable"]
     late = Seen(job(), (waits,), server_time=NOW + 60, wait_for_node_s=60)
     words = "0/5 nodes are available"
@@ -566,7 +569,7 @@ def test_a_node_that_never_came_is_told_as_that_after_the_stop():
 
 
 def test_a_node_without_a_pod_has_ended_once_its_job_makes_none_any_more():
-    """One pod is held by a silent node, so that the Job cannot end: the others are over all the same."""
+    """A silent node keeps one pod, so that the Job cannot end: the other nodes have still ended."""
     target = when("FailureTarget", "DeadlineExceeded")
     held = overdue(600).pods[0]
 

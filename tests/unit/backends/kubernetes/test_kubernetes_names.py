@@ -1,4 +1,4 @@
-"""Unit tests of names: whatever a run is called, Kubernetes accepts what comes of it."""
+"""Unit tests of names: Kubernetes accepts the name of every run."""
 
 import re
 
@@ -15,7 +15,7 @@ LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 
 
 def request_for(**changes):
-    """A request; *changes* are fields."""
+    """Return a request; *changes* are fields."""
     fields = {
         "store_url": "s3://store",
         "run_prefix": "dep/dag/run/train/-1",
@@ -36,7 +36,7 @@ def test_a_name_says_what_runs_and_which_attempt_it_is():
 
 
 def test_a_long_name_with_dots_and_unicode_becomes_a_label():
-    """Seventy characters of anything: at most 52 of lower case, digits and dashes."""
+    """Seventy arbitrary characters become at most 52 lower-case letters, digits and dashes."""
     name = names.attempt_name(request_for(run_label="Retrain.Modèle_überlang." * 3 + "тест.train"))
 
     assert DNS.match(name)
@@ -55,7 +55,7 @@ def test_every_name_leaves_room_for_the_index_of_a_pod(label, generation, attemp
 
 @given(st.text(max_size=90))
 def test_every_text_becomes_a_label_value_and_a_dns_label(text):
-    """What is valid stays as it is; what is not carries a hash."""
+    """A valid text stays unchanged; an invalid one gets a hash."""
     value, label = names.label_value(text), names.dns_label(text)
 
     assert LABEL.match(value)
@@ -65,14 +65,14 @@ def test_every_text_becomes_a_label_value_and_a_dns_label(text):
 
 
 def test_texts_that_look_alike_keep_apart():
-    """``a.b`` and ``a b`` are two."""
+    """``a.b`` and ``a b`` get different values."""
     assert names.dns_label("a.b") != names.dns_label("a b")
     assert names.label_value("x" * 70) != names.label_value("x" * 71)
     assert names.label_value("a.b") == "a.b"
 
 
 def test_store_run_generation_and_attempt_make_the_name():
-    """Each alone makes another name."""
+    """A change of any one of them makes another name."""
     changes = [
         {},
         {"store_url": "s3://other"},

@@ -1,4 +1,4 @@
-"""Unit tests of what an attempt is rendered to: golden files, and the schemas of three versions."""
+"""Unit tests of rendered attempts: golden files, and the schemas of three Kubernetes versions."""
 
 import json
 import os
@@ -107,7 +107,7 @@ CASES = {
 
 
 def request_for(**changes):
-    """A request on two CPUs; *changes* are fields."""
+    """Return a request on two CPUs; *changes* are fields."""
     fields = {
         "store_url": "s3://store",
         "run_prefix": "dep/dag/run/train/-1",
@@ -125,13 +125,13 @@ def request_for(**changes):
 
 
 def rendered_case(name):
-    """What a case is rendered to."""
+    """Return what a case is rendered to."""
     changes, settings = CASES[name]
     return render_attempt(request_for(**changes), Settings.read(settings))
 
 
 def documents(rendered):
-    """Every object, with the values that are added when it is sent."""
+    """Return every object, with the values that are added when it is sent."""
     found = []
     for part in rendered.get("parts", [rendered]):
         secret = secret_object(part, dict.fromkeys(part["secret_keys"], "value"))
@@ -159,7 +159,7 @@ def test_every_object_is_valid_and_has_no_unknown_field(name, version):
 
 
 def test_the_parts_of_a_mixed_attempt_count_their_nodes_on():
-    """One node on demand, then three on spot: two Jobs of one attempt, which number its nodes 0 to 3."""
+    """One node on demand, then three on spot: two Jobs of one attempt, with nodes 0 to 3."""
     parts = rendered_case("mixed")["parts"]
 
     jobs = [part["job"] for part in parts]
@@ -181,7 +181,7 @@ def test_the_parts_of_a_mixed_attempt_count_their_nodes_on():
 
 
 def test_the_name_of_a_part_leaves_room_for_the_number_of_its_pods():
-    """A host name is a DNS label of at most 63 characters, and its pods are numbered."""
+    """A host name is a DNS label of at most 63 characters, and includes the number of the pod."""
     request = request_for(run_label="a" * 300, allocation=MIXED)
 
     longest = max(len(part["name"]) for part in render_attempt(request, Settings())["parts"])
@@ -190,7 +190,7 @@ def test_the_name_of_a_part_leaves_room_for_the_number_of_its_pods():
 
 
 def test_the_schemas_do_refuse_what_is_wrong():
-    """A misspelt field is found, so that the test above means something."""
+    """They find a misspelt field, so that the test above means something."""
     job = rendered_case("plain")["job"]
     job["spec"]["template"]["spec"]["restartPolicies"] = "Never"
 
@@ -199,7 +199,7 @@ def test_the_schemas_do_refuse_what_is_wrong():
 
 
 def test_no_secret_is_rendered_and_only_its_own_object_holds_it():
-    """Values of the cluster's own Secrets stay references; others go into a Secret of the attempt."""
+    """Values of the cluster's own Secrets stay references; others are in a Secret of the attempt."""
     request = request_for()
     rendered = render_attempt(request, Settings())
 
@@ -225,7 +225,7 @@ def test_a_dollar_reaches_the_command_as_it_was_written(text, becomes):
 
 
 def test_requests_stay_within_the_slice_and_a_raised_limit_counts():
-    """Three GiB of limit in a slice of four; nine are cut to the slice."""
+    """A limit of three GiB in a share of four; nine are cut to the share."""
 
     def memory(limit):
         spec = {**SPEC, "resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": limit}}}
@@ -237,7 +237,7 @@ def test_requests_stay_within_the_slice_and_a_raised_limit_counts():
 
 
 def test_outputs_get_a_folder_that_may_be_replaced():
-    """Two outputs and the checkpoints share /output; one in the image's folder gets its own."""
+    """Two outputs and the checkpoints share /output; an output in the image's folder gets its own."""
     spec = {
         "outputs": {"model": "/output/model", "other": "/workspace/out"},
         "checkpoint": {"path": "/output/c"},
@@ -249,7 +249,7 @@ def test_outputs_get_a_folder_that_may_be_replaced():
 
 
 def test_what_may_only_be_read_is_mounted_so_and_what_may_be_written_is_brought_back():
-    """The training's mounts of a claim and of a copy; of the object stores one is told to be written back."""
+    """The training's mounts of a claim and of a copy; the sidecar writes one object store's mount back."""
     part = rendered_case("plain")
 
     [main] = part["job"]["spec"]["template"]["spec"]["containers"]
@@ -260,7 +260,7 @@ def test_what_may_only_be_read_is_mounted_so_and_what_may_be_written_is_brought_
 
 
 def test_a_bucket_is_kept_on_the_machine_where_the_deployment_says_so():
-    """Only what may be read alone; the sidecar writes it, the training reads it, in every attempt."""
+    """Only a read-only bucket; the sidecar writes it and the training reads it, in every attempt."""
     settings = Settings(cache_path="/var/cache/envscaler")
 
     parts = [render_attempt(request_for(attempt=number), settings) for number in (1, 2)]
@@ -279,7 +279,7 @@ def test_a_bucket_is_kept_on_the_machine_where_the_deployment_says_so():
 
 
 def test_an_output_inside_a_volume_needs_nothing_of_its_own():
-    """It lies on the claim, which the sidecar mounts too."""
+    """It is on the claim, which the sidecar mounts too."""
     spec = {
         "volumes": [{"name": "d", "source": "pvc://d", "mount_path": "/data"}],
         "outputs": {"model": "/data/model"},
@@ -299,13 +299,13 @@ def test_an_output_inside_a_volume_needs_nothing_of_its_own():
     ],
 )
 def test_what_no_pod_can_have_is_refused_with_what_to_write(spec, words):
-    """The message names the field and the way out."""
+    """The message names the field and an alternative."""
     with pytest.raises(SpecError, match=words):
         mounts_of(spec)
 
 
 def test_a_layout_over_a_megabyte_is_refused():
-    """No ConfigMap holds it."""
+    """A ConfigMap cannot be larger."""
     request = request_for(command=("x" * 1_100_000,))
 
     with pytest.raises(SpecError, match="a ConfigMap holds 1000000"):
@@ -319,7 +319,7 @@ def test_a_stage_without_an_image_is_refused():
 
 
 def test_settings_with_a_fault_name_it():
-    """Every fault, at once."""
+    """All errors, at once."""
     with pytest.raises(SpecError) as caught:
         Settings.read({"namespace": "Not.A.Label", "ttl_s": 1, "colour": "red"})
 
@@ -328,14 +328,14 @@ def test_settings_with_a_fault_name_it():
 
 @pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), (90, 90), ("never", "never"), (0, 0)])
 def test_how_long_a_failed_pod_stays_is_a_time(text, seconds):
-    """As every time is written, or in seconds."""
+    """In the format of every other time, or in seconds."""
     assert Settings.read({"keep": text}).keep == seconds
     with pytest.raises(SpecError, match="keep"):
         Settings.read({"keep": "a while"})
 
 
 def test_one_node_fails_its_job_and_of_several_one_may_go_alone():
-    """A node that was asked to go ends its index only; any other failure ends the Job."""
+    """A node that drained on request ends only its index; any other failure ends the Job."""
     one = rendered_case("plain")["job"]["spec"]
     four = rendered_case("gpus")["job"]["spec"]
 
@@ -350,7 +350,7 @@ def test_one_node_fails_its_job_and_of_several_one_may_go_alone():
 
 
 def test_an_override_appends_lists_and_replaces_fields():
-    """As Airflow does: env is appended, an image replaced, an init container added."""
+    """As in Airflow: env is appended, an image replaced, an init container added."""
     base = {
         "metadata": {"labels": {"a": "1"}},
         "spec": {"containers": [{"name": "main", "image": "x", "env": [{"name": "A", "value": "1"}]}]},
@@ -381,7 +381,7 @@ def test_an_override_appends_lists_and_replaces_fields():
 
 
 def test_spot_is_read_from_any_convention_unless_one_is_named():
-    """Karpenter, EKS, GKE (3), AKS and our own are alternatives; on-demand excludes them all."""
+    """Karpenter, EKS, GKE (3), AKS and our own label are alternatives; on-demand excludes them all."""
 
     def terms(offer, **settings):
         job = render_attempt(
@@ -412,7 +412,7 @@ def test_spot_is_read_from_any_convention_unless_one_is_named():
     ],
 )
 def test_the_grace_is_as_asked_within_the_clouds_notice(capacity, provider, asked, grace):
-    """At least Kubernetes' 30 s; two minutes of AWS, 30 s of Google and Azure; on demand nobody hurries."""
+    """At least Kubernetes' 30 s; two minutes on AWS, 30 s on Google and Azure; no limit on demand."""
     request = request_for(allocation=Allocation(replace(GPU, capacity_type=capacity)), grace_s=asked)
 
     pod = render_attempt(request, Settings(provider=provider))["job"]["spec"]["template"]["spec"]
@@ -423,7 +423,7 @@ def test_the_grace_is_as_asked_within_the_clouds_notice(capacity, provider, aske
 
 
 def test_every_job_has_a_deadline_and_goes_by_itself():
-    """30 days where nobody said another, a day after its end; what it owns goes with it."""
+    """30 days by default, and deleted a day after its end together with the objects that it owns."""
     spec = render_attempt(request_for(), Settings())["job"]["spec"]
 
     assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (30 * 86400, 86400)
@@ -433,7 +433,7 @@ def test_every_job_has_a_deadline_and_goes_by_itself():
     ("asked_s", "longest_s", "pod_s", "job_s"), [(600.0, 9000.0, 600, 4200), (3600.0, 600.0, 600, 600)]
 )
 def test_a_pod_ends_when_its_money_is_spent(asked_s, longest_s, pod_s, job_s):
-    """Its time counts from its node on, that of its Job from before the wait for one (A6)."""
+    """Its time counts from its binding to a node, that of its Job from before the wait for a node (A6)."""
     settings = Settings.read({"longest_s": longest_s})
     job = render_attempt(request_for(deadline_s=asked_s), settings)["job"]
 
@@ -442,7 +442,7 @@ def test_a_pod_ends_when_its_money_is_spent(asked_s, longest_s, pod_s, job_s):
 
 
 def test_pods_of_a_named_user_satisfy_the_restricted_standard():
-    """Every container drops all capabilities, runs as no root and gains no privileges.
+    """Every container drops all capabilities, runs as non-root and gains no privileges.
 
     Source: Kubernetes, pod security standards, restricted.
     """
@@ -458,7 +458,7 @@ def test_pods_of_a_named_user_satisfy_the_restricted_standard():
 
 
 def test_a_limit_of_cpu_without_a_request_bounds_the_request():
-    """The API server refuses a request over its limit."""
+    """The API server refuses a request above its limit."""
     spec = {**SPEC, "resources": {"limits": {"cpu": "500m", "memory": "1Gi"}}}
 
     rendered = render_attempt(request_for(spec=spec), Settings())
@@ -468,7 +468,7 @@ def test_a_limit_of_cpu_without_a_request_bounds_the_request():
 
 
 def test_an_init_container_that_fails_on_one_of_several_nodes_ends_the_job():
-    """Else the other nodes would wait for it: its index alone would fail."""
+    """Otherwise the other nodes would wait for it: only its index would fail."""
     override = {"spec": {"initContainers": [{"name": "warm-up", "image": "w:1"}]}}
     rendered = render_attempt(
         request_for(spec=GPU_SPEC, allocation=Allocation(GPU, nodes=2), secret_env={}),

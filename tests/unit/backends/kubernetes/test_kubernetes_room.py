@@ -1,4 +1,4 @@
-"""Unit tests of room on a cluster: what fits at all, what fits now, and how many pods a Job may have."""
+"""Unit tests of capacity on a cluster: what fits at all, what fits now, and how many pods a Job may have."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from envscaler_airflow.planning.offers import AllocationPart
 
 
 def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, taints=(), labels=None):
-    """A node of 8.1 CPUs, and of 32 GiB besides a sidecar's 256 MiB."""
+    """Return a node of 8.1 CPUs, and of 32 GiB besides a sidecar's 256 MiB."""
     room = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     return {
         "metadata": {"name": name, "labels": labels or {}},
@@ -26,7 +26,7 @@ def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, taints=(), labels=N
 
 
 def pod(cpu, memory, *, gpus=None, on=None, phase="Running"):
-    """A pod with its sidecar; GPUs are a limit, as Kubernetes wants it."""
+    """Return a pod with its sidecar; GPUs are a limit, as Kubernetes requires."""
     limits = {"nvidia.com/gpu": str(gpus)} if gpus else {}
     main = {"name": "main", "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": limits}}
     beside = {"cpu": "100m", "memory": "256Mi"}
@@ -37,14 +37,14 @@ def pod(cpu, memory, *, gpus=None, on=None, phase="Running"):
 
 
 def offer_of(nodes, **fields):
-    """The one offer of *nodes* with these fields."""
+    """Return the only offer of *nodes* with these fields."""
     offers = derived_offers(nodes, Settings())
     [found] = [one for one in offers if all(getattr(one, name) == value for name, value in fields.items())]
     return found
 
 
 def test_what_runs_before_the_training_asks_for_itself_alone():
-    """The larger counts: containers that run together, or the one before them."""
+    """The larger request counts: that of the containers that run together, or of the one before them."""
     body = pod("200m", "1Gi")
     body["spec"]["initContainers"][0]["resources"]["requests"]["cpu"] = "2"
 
@@ -53,7 +53,7 @@ def test_what_runs_before_the_training_asks_for_itself_alone():
 
 
 def test_more_than_all_nodes_can_never_be_had():
-    """Two nodes of 8.1 CPUs have room for two pods of 4.1, one each: by what pods ask, not by the slice."""
+    """Two nodes of 8.1 CPUs fit two pods of 4.1, one each: pod requests count, not the share."""
     nodes = [node("a"), node("b")]
     four = offer_of(nodes, vcpus=4.0)
     whole, small = pod("4", "1Gi"), pod("200m", "128Mi")
@@ -80,7 +80,7 @@ def test_gpus_are_counted_by_their_limit():
 
 
 def test_what_others_hold_is_not_free():
-    """Eight CPUs less three and a sidecar: four of one, two of two, one of four; what ended holds nothing."""
+    """Eight CPUs less three and a sidecar: four of one, two of two, one of four; ended pods use nothing."""
     nodes = [node()]
     pods = [pod("3", "1Gi", on="n"), pod("4", "1Gi", on="n", phase="Failed"), pod("4", "1Gi", on="elsewhere")]
 
@@ -95,7 +95,7 @@ def test_what_others_hold_is_not_free():
 
 
 def test_a_full_node_has_room_for_none():
-    """Also where others hold more than there is."""
+    """Also if the others request more than the node has."""
     nodes = [node(cpu="1100m")]
     free = free_nodes(derived_offers(nodes, Settings()), nodes, [pod("4", "64Gi", on="n")], Settings())
 
@@ -114,12 +114,12 @@ def test_a_full_node_has_room_for_none():
     ],
 )
 def test_a_node_whose_taint_no_pod_of_ours_bears_is_no_offer(taint, gpus, count):
-    """The control plane's; those of GPU nodes only keep pods without GPUs away."""
+    """The control plane's taint; taints of GPU nodes only repel pods without GPUs."""
     assert len(derived_offers([node(gpus=gpus, taints=[taint])], Settings())) == count
 
 
 def test_a_share_of_a_gpu_is_all_that_a_pod_gets():
-    """No offer of two or four of them, and a share costs its part of the node (D13)."""
+    """There is no offer of two or four of them, and a share costs its part of the node (D13)."""
     labels = {"nvidia.com/gpu.product": "Tesla-T4-SHARED", "nvidia.com/gpu.replicas": "4"}
 
     offers = derived_offers([node(gpus=4, labels=labels)], Settings(usd_per_hour={"*": 1.0}))
@@ -129,7 +129,7 @@ def test_a_share_of_a_gpu_is_all_that_a_pod_gets():
 
 @pytest.mark.parametrize("trouble", ["cordoned", "silent", "tainted"])
 def test_nodes_that_take_nothing_now_are_offers_for_later(trouble):
-    """For a stage that waits for a node; a control plane never is one (D2)."""
+    """For a stage that waits for a node; a control plane never counts (D2)."""
     taints = [{"key": "maintenance", "effect": "NoSchedule"}] if trouble == "tainted" else []
     away = node("away", taints=taints)
     away["spec"]["unschedulable"] = trouble == "cordoned"
@@ -156,7 +156,7 @@ SPEC = {"distributed": {"elastic": True}, "num_nodes": {"min": 1, "max": 4}}
     ],
 )
 def test_only_an_elastic_launcher_lets_nodes_come(spec, bound):
-    """Begun on two; as many as the spec allows, and never fewer than there are."""
+    """Started on two; as many as the spec allows, and never fewer than there are."""
     assert node_bound(spec, 2) == bound
 
 
@@ -174,14 +174,14 @@ def test_only_an_elastic_launcher_lets_nodes_come(spec, bound):
     ],
 )
 def test_what_is_marked_or_stands_on_a_node_that_goes_leaves_first(annotations, spec, is_first):
-    """A node that nobody may read, and a taint that only keeps others away, say nothing."""
+    """A node that RBAC hides, or a taint that only repels new pods, does not count as a mark."""
     pod = {"metadata": {"annotations": annotations}}
 
     assert is_removable(pod, None if spec is None else {"spec": spec}) is is_first
 
 
 def test_completions_and_parallelism_change_together():
-    """Alone, Kubernetes refuses the one and misreads the other."""
+    """If only one changes, Kubernetes refuses the first and misreads the second."""
     job = {"metadata": {"name": "j", "uid": "u", "labels": {names.MOST: "4"}}}
 
     assert rescale_patch(job, 3) == {

@@ -1,4 +1,4 @@
-"""What each container of a pod may do, and which of them holds credentials."""
+"""The permissions of each container of a pod, and which container has credentials."""
 
 import json
 import os
@@ -18,7 +18,7 @@ IDENTITY = {"/var/run/secrets/kubernetes.io/serviceaccount", "/etc/envscaler-sto
 
 
 def pod_of(settings=None, *, spec=None, **fields):
-    """The pod of one attempt, its spec and metadata."""
+    """Return the pod of one attempt, its spec and metadata."""
     request = AttemptRequest(
         store_url=fields.pop("store_url", "s3://store"),
         run_prefix="dep/dag/run/train/-1",
@@ -34,17 +34,17 @@ def pod_of(settings=None, *, spec=None, **fields):
 
 
 def containers_of(pod):
-    """By name."""
+    """Return containers by name."""
     return {one["name"]: one for one in (*pod["spec"]["initContainers"], *pod["spec"]["containers"])}
 
 
 def mounts_of(pod, name):
-    """Mounts of a container, by path."""
+    """Return the mounts of a container, by path."""
     return {one["mountPath"]: one for one in containers_of(pod)[name]["volumeMounts"]}
 
 
 def test_the_token_of_the_service_account_is_the_sidecars_alone():
-    """Kubernetes mounts none by itself, and neither training nor installer gets one (B2)."""
+    """Kubernetes mounts none by default, and neither training nor installer gets one (B2)."""
     pod = pod_of({"service_account": "trainer"})
 
     assert pod["spec"]["automountServiceAccountToken"] is False
@@ -66,7 +66,7 @@ def test_webhooks_of_clouds_leave_the_training_without_the_identity():
 
 
 def test_a_pod_override_gives_the_training_the_identity_back():
-    """Whoever wants it says so (B2)."""
+    """The user requests it explicitly (B2)."""
     mark = {"eks.amazonaws.com/skip-containers": "install"}
     settings = {"service_account": "trainer", "pod_override": {"metadata": {"annotations": mark}}}
 
@@ -85,12 +85,12 @@ def test_keys_of_the_store_are_files_of_the_sidecar():
 
 
 def keys_of(pod):
-    """The volume of the store's keys; None without one."""
+    """Return the volume of the store's keys; None without one."""
     return next((one["secret"] for one in pod["spec"]["volumes"] if one["name"] == "store-keys"), None)
 
 
 def test_keys_of_the_store_s_connection_are_files_of_the_sidecar():
-    """Out of the attempt's own Secret, of which the sidecar sees nothing else."""
+    """They are in the attempt's own Secret, of which the sidecar sees nothing else."""
     login = StoreLogin({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "canary"})
     pod = pod_of(store_login=login, secret_env={"AWS_ACCESS_KEY_ID": "of-the-training"})
 
@@ -114,7 +114,7 @@ def test_keys_of_the_store_s_connection_are_files_of_the_sidecar():
     ],
 )
 def test_pods_with_an_identity_of_their_own_get_no_credentials_of_a_connection(login):
-    """Theirs may be limited to what a machine needs."""
+    """The pods' own identity may be limited to what a machine needs."""
     own = keys_of(pod_of({"store_secret": "store-login"}, store_login=login))
 
     assert own == {"secretName": "store-login", "defaultMode": 0o400}
@@ -129,13 +129,13 @@ def test_pods_with_an_identity_of_their_own_get_no_credentials_of_a_connection(l
     ],
 )
 def test_a_login_that_a_pod_could_not_use_is_refused(login, words):
-    """The reason, and what to set instead."""
+    """The message has the reason, and what to set instead."""
     with pytest.raises(SpecError, match=f"{words}set service_account or store_secret"):
         pod_of(store_login=login)
 
 
 def test_keys_in_files_become_variables_of_this_process(tmp_path, monkeypatch):
-    """As a mounted Secret has them: links, and folders of Kubernetes' own beside them (B1)."""
+    """As a mounted Secret has them: links, beside folders of Kubernetes' own (B1)."""
     (tmp_path / "..2026").mkdir()
     (tmp_path / "..2026/AWS_SECRET_ACCESS_KEY").write_text("canary")
     (tmp_path / "..data").symlink_to("..2026")
@@ -151,7 +151,7 @@ def test_keys_in_files_become_variables_of_this_process(tmp_path, monkeypatch):
 
 
 def test_without_a_user_the_pod_is_as_narrow_as_images_allow():
-    """Seccomp for all; of capabilities those over files and users, and the sidecar's one (D16, B1)."""
+    """Seccomp for all; capabilities over files and users, and one more for the sidecar (D16, B1)."""
     pod = pod_of()
 
     assert pod["spec"]["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
@@ -165,7 +165,7 @@ def test_without_a_user_the_pod_is_as_narrow_as_images_allow():
 
 
 def test_with_a_user_no_container_has_any_capability():
-    """As the restricted pod security standard wants it (D16)."""
+    """As the restricted pod security standard requires (D16)."""
     pod = pod_of({"user": 1000})
 
     for container in containers_of(pod).values():
@@ -212,7 +212,7 @@ def test_what_a_stage_reads_of_other_runs_is_mounted_for_reading():
 
 
 def test_a_store_that_lies_elsewhere_leaves_the_volume_whole():
-    """The URL says nothing of where the store lies in the volume (D16)."""
+    """The URL does not reveal the store's path within the volume (D16)."""
     pod = pod_of({"store_volume": "claim"}, store_url="file:///elsewhere")
 
     assert mounts_of(pod, "sidecar")[MOUNT] == {"name": "store", "mountPath": MOUNT}

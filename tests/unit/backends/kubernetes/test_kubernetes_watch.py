@@ -1,4 +1,4 @@
-"""Unit tests of the shared view: what list and watch say, without a server."""
+"""Unit tests of the shared view of list and watch results, without a server."""
 
 import json
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from envscaler_airflow.errors import BackendError
 
 
 def body(name, version, *, job=None):
-    """An object; *job* makes it a pod of that Job."""
+    """Return an object; *job* makes it a pod of that Job."""
     return {
         "metadata": {
             "name": name,
@@ -32,28 +32,28 @@ def body(name, version, *, job=None):
 
 
 def event(kind, item):
-    """One line of a watch."""
+    """Return one line of a watch."""
     return {"type": kind, "object": item}
 
 
 class Server:
-    """Stands in for the cluster: lists and watches from a script."""
+    """A stand-in for the cluster: lists and watches from a script."""
 
     host = "test"
 
     def __init__(self, lists, watches):
-        """Give these answers, in order."""
+        """Take these answers, in order."""
         self.lists, self.watches = list(lists), list(watches)
         self.asked = []
 
     def list(self, path, query, *, page, each):
-        """The next list."""
+        """Return the next list."""
         self.asked.append(("list", path))
         items = list(map(each, self.lists.pop(0)))
         return Answer({"metadata": {"resourceVersion": "10"}, "items": items}, 1000.0)
 
     def stream(self, path, query, *, read_timeout_s):
-        """The next watch, line by line; an exception is raised."""
+        """Yield the next watch, line by line; raise an exception in it."""
         self.asked.append(("watch", query["resourceVersion"]))
         for line in self.watches.pop(0):
             if isinstance(line, Exception):
@@ -62,7 +62,7 @@ class Server:
 
 
 def test_a_table_follows_what_the_watch_says():
-    """Added, changed, gone; bookmarks only move the version."""
+    """Added, changed, deleted; bookmarks only advance the version."""
     table = Table("/pods")
     table.fill({"metadata": {"resourceVersion": "1"}, "items": [Kept.of(body(n, 1, job="j")) for n in "ab"]})
 
@@ -77,7 +77,7 @@ def test_a_table_follows_what_the_watch_says():
 
 
 def test_an_old_version_is_listed_anew():
-    """HTTP 200 and one ERROR event, as a real server says it."""
+    """HTTP 200 and one ERROR event, as a real server sends it."""
     expired = {"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}
     server = Server([[body("a", 1)], [body("b", 2)]], [[expired], []])
     view = View(server, "ns")
@@ -107,7 +107,7 @@ def test_a_watch_that_breaks_off_goes_on_from_where_it_was():
 
 
 def test_the_servers_clock_goes_on_between_two_lists():
-    """By the clock of this process since the list."""
+    """By the elapsed time of this process since the list."""
     now = [5.0]
     server = Server([[], []], [[], []])
     view = View(server, "ns", monotonic=lambda: now[0])
@@ -119,7 +119,7 @@ def test_the_servers_clock_goes_on_between_two_lists():
 
 
 def test_a_pod_that_runs_on_beside_its_ended_job_is_asked_for():
-    """The watch of pods may be behind that of Jobs: how the node ended is the server's word, not a guess."""
+    """The watch of pods may be behind that of Jobs: the server, not a guess, has the node's end."""
     owner = [{"uid": "u"}]
     job = {"metadata": {"name": "j", "uid": "u"}, "spec": {}, "status": {"conditions": []}}
     over = {**job, "status": {"conditions": [{"type": "Failed", "status": "True", "reason": "x"}]}}
@@ -127,7 +127,7 @@ def test_a_pod_that_runs_on_beside_its_ended_job_is_asked_for():
     failed = {**runs, "status": {"phase": "Failed"}}
 
     class Behind:
-        """A view; and a server that knows better."""
+        """A view that is behind a server."""
 
         def __init__(self, job, pods):
             self.answer, self.asked = (job, pods, 1.0), 0
@@ -154,14 +154,14 @@ def test_a_pod_that_runs_on_beside_its_ended_job_is_asked_for():
 
 
 class Waits:
-    """In the place of a view's event: notes how long it was waited for, and ends after *times*."""
+    """A replacement of a view's event: records how long each wait was, and ends after *times*."""
 
     def __init__(self, times):
-        """Nothing was asked yet."""
+        """Start without any wait."""
         self.times, self.asked_s = times, []
 
     def is_set(self):
-        """True once it was waited for so often."""
+        """Return True after that many waits."""
         return len(self.asked_s) >= self.times
 
     def wait(self, seconds):
@@ -169,7 +169,7 @@ class Waits:
         self.asked_s.append(seconds)
 
     def set(self):
-        """The threads are to end."""
+        """End the threads."""
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ class Waits:
     ids=["gone", "busy", "broken", "expired-token"],
 )
 def test_a_server_in_trouble_is_asked_less_and_less(monkeypatch, error, waits):
-    """Longer after each failure in a row, and as long as it asks for."""
+    """The wait grows with each failure in a row, and follows the server's Retry-After."""
     view = View(Server([], []), "default", monotonic=lambda: 0.0)
     monkeypatch.setattr(view, "_ending", ended := Waits(len(waits)))
     monkeypatch.setattr(view, "round", fail := Failing(error))
@@ -195,7 +195,7 @@ def test_a_server_in_trouble_is_asked_less_and_less(monkeypatch, error, waits):
 
 
 def test_a_watch_that_ends_in_a_way_nobody_foresaw_is_begun_anew(monkeypatch):
-    """Its view is closed, so that the next look makes another; else all stages were never heard again."""
+    """Its view is closed, so that the next check makes another; otherwise no stage would get news again."""
     view = View(Server([], []), "default", monotonic=lambda: 0.0)
     monkeypatch.setattr(view, "round", Failing(KeyError("resourceVersion")))
 
@@ -207,7 +207,7 @@ def test_a_watch_that_ends_in_a_way_nobody_foresaw_is_begun_anew(monkeypatch):
 
 @pytest.mark.parametrize("error", [OSError(24, "too many files"), ConfigException("token file is empty")])
 def test_a_token_that_cannot_be_read_now_is_no_answer(error):
-    """The file is being replaced, or a helper failed: as for a server that does not answer."""
+    """The file is being replaced, or a helper failed: the same as a server that does not answer."""
 
     def auth_settings():
         raise error
@@ -224,10 +224,10 @@ class Failing:
     """A round that fails each time."""
 
     def __init__(self, error):
-        """It was not called yet."""
+        """Start without a call."""
         self.error, self.times = error, 0
 
     def __call__(self, _name):
-        """Raise it."""
+        """Raise the error."""
         self.times += 1
         raise self.error

@@ -1,4 +1,4 @@
-"""Unit tests of cages, on folders that stand in for mounted hierarchies."""
+"""Unit tests of cgroup scopes, on folders that stand in for mounted hierarchies."""
 
 import pytest
 
@@ -9,7 +9,7 @@ LIMITS = Limits(memory_bytes=64 << 20, vcpus=1.5)
 
 @pytest.fixture
 def system(tmp_path):
-    """Says what is mounted: kind and options by name; our own group is /worker everywhere."""
+    """Prepare mounted hierarchies: kind and options by name; our own group is /worker everywhere."""
 
     def mount(**mounts):
         proc = tmp_path / "proc"
@@ -29,7 +29,7 @@ def system(tmp_path):
 
 
 def test_version_1_and_a_bare_version_2_share_the_work(system, tmp_path):
-    """Limits by memory and cpu, the kill as a whole by the unified one."""
+    """Limits by memory and cpu, the kill of the whole scope by the unified one."""
     proc = system(
         memory=("cgroup", "rw,memory"),
         cpu=("cgroup", "rw,cpu,cpuacct"),
@@ -76,9 +76,9 @@ def test_version_2_hands_its_controllers_down(system, tmp_path):
 
 
 def test_without_rights_at_the_root_it_lies_below_our_own_group(system, tmp_path):
-    """A container that was given a subtree."""
+    """A container that owns a subtree."""
     proc = system(memory=("cgroup", "rw,memory"))
-    (tmp_path / "memory" / "envscaler").touch()  # no folder can be made there
+    (tmp_path / "memory" / "envscaler").touch()  # no folder can be created there
 
     cage = build_cage("one", LIMITS, proc=proc)
 
@@ -100,7 +100,7 @@ def test_without_rights_anywhere_there_is_none_and_it_is_said(system, tmp_path):
 
 
 def test_a_system_without_cgroups_has_no_cage(tmp_path):
-    """No /proc, no cage, no error."""
+    """No /proc means neither a cgroup scope nor an error."""
     cage = build_cage("one", LIMITS, proc=tmp_path / "absent")
 
     assert cage.groups == ()
@@ -111,7 +111,7 @@ def test_a_system_without_cgroups_has_no_cage(tmp_path):
 
 
 def test_processes_are_found_in_every_room_and_below(tmp_path):
-    """A command that makes groups of its own stays in the cage."""
+    """A command that creates groups of its own stays in the scope."""
     for room, pids in (("main", "1\n2\n"), ("training", "3\n"), ("training/own", "4\n")):
         (tmp_path / "one" / room).mkdir(parents=True)
         (tmp_path / "one" / room / "cgroup.procs").write_text(pids)
@@ -122,7 +122,7 @@ def test_processes_are_found_in_every_room_and_below(tmp_path):
 
 
 def test_a_cage_survives_json():
-    """node.json has it for whoever ends what is left."""
+    """node.json has it, so that any process can end what is left."""
     cage = Cage(("/g",), "/g", "/g/training", {"memory": "cgroup2"}, ("note",))
 
     assert Cage.from_dict(cage.to_dict()) == cage
@@ -130,7 +130,7 @@ def test_a_cage_survives_json():
 
 
 def test_our_own_group_is_that_of_each_hierarchy(tmp_path):
-    """Version 1 by controller, version 2 by the line without one."""
+    """Version 1 by controller name, version 2 by the line without one."""
     mounts = f"a {tmp_path}/m cgroup rw,memory 0 0\nb {tmp_path}/c cgroup rw,cpu,cpuacct 0 0\n"
     own = "9:name=systemd:/s\n4:memory:/job\n3:cpu,cpuacct:/box\n0::/two\n"
 

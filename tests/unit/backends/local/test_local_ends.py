@@ -1,4 +1,4 @@
-"""Unit tests of how a node's end is told: exit code, the wrapper's word, the kernel's count."""
+"""Unit tests of a node's outcome: exit code, the wrapper's report, the kernel's count."""
 
 import pytest
 
@@ -24,26 +24,26 @@ OOM = "the kernel killed 1 process(es) at the memory limit"
     ],
 )
 def test_without_a_word_the_exit_code_tells(returncode, end):
-    """The protocol's codes by name; a signal is a kill."""
+    """The protocol's codes have names; a signal is a kill."""
     assert tell_end(returncode) == end
 
 
 def test_the_wrapper_s_word_goes_before_its_exit_code():
-    """A command's own exit code 85 is a failure when the wrapper says so."""
+    """A command's own exit code 85 is a failure when the wrapper reports one."""
     said = Ended(exit_code=85, reason="failed", detail="exit code 85")
 
     assert tell_end(85, said=said) == NodeEnd(85, None, "failed", "exit code 85")
 
 
 def test_a_signal_of_the_command_is_told_as_one():
-    """The wrapper exits with 128 + 11 as shells do; the end is signal 11."""
+    """The wrapper exits with 128 + 11 as shells do; the outcome is signal 11."""
     said = Ended(signal=11, reason="killed", detail="SIGSEGV")
 
     assert tell_end(139, said=said) == NodeEnd(None, 11, "killed", "SIGSEGV")
 
 
 def test_an_orphan_that_had_to_be_killed_is_told_as_one():
-    """Node main killed it, since the sidecar had given it up."""
+    """Node main killed it after the sidecar had declared it orphaned."""
     ended_by = ("orphaned", "nobody owned it")
 
     assert tell_end(-9, ended_by=ended_by) == NodeEnd(None, 9, "orphaned", "nobody owned it")
@@ -52,7 +52,7 @@ def test_an_orphan_that_had_to_be_killed_is_told_as_one():
 
 @pytest.mark.parametrize("returncode", [1, -9, None])
 def test_a_count_of_the_kernel_makes_a_failure_out_of_memory(returncode):
-    """Whoever was killed, the command failed of it."""
+    """The command failed because of the kill, no matter which process was killed."""
     end = tell_end(returncode, oom_kills=1)
 
     assert (end.reason, end.detail) == ("out-of-memory", OOM)
@@ -60,18 +60,18 @@ def test_a_count_of_the_kernel_makes_a_failure_out_of_memory(returncode):
 
 @pytest.mark.parametrize("returncode", [0, 85, 86, 87, 88, 127])
 def test_what_ended_well_or_before_the_start_is_not_out_of_memory(returncode):
-    """A helper that was killed is not the end of a command that coped."""
+    """A killed helper does not matter to a command that survived it."""
     assert tell_end(returncode, oom_kills=3) == tell_end(returncode)
 
 
 @pytest.mark.parametrize("count", [0, None])
 def test_no_count_is_no_verdict(count):
-    """None is unknown, 0 is none."""
+    """None means unknown, 0 means no kill."""
     assert tell_end(-9, oom_kills=count).reason == "killed"
 
 
 def test_a_deadline_is_told_unless_the_command_made_it():
-    """Left or killed at the deadline, the reason is the deadline; a success stays one."""
+    """Drained or killed at the deadline, the reason is the deadline; a success stays one."""
     deadline = ("deadline-exceeded", "ran into its deadline of 60 s")
 
     assert tell_end(85, ended_by=deadline) == NodeEnd(85, None, *deadline)
@@ -80,7 +80,10 @@ def test_a_deadline_is_told_unless_the_command_made_it():
 
 
 def test_a_stop_is_told_by_how_it_went():
-    """Gone at SIGTERM: stopped. Gone with a code: what that says. Not gone: killed, and why."""
+    """Ended at SIGTERM: stopped. Ended with a code: the code's meaning.
+
+    Not ended: killed, with the reason.
+    """
     stop = ("killed", "stopped; what was left after 5 s was killed")
 
     assert tell_end(-15, ended_by=stop).reason == "stopped"
@@ -89,7 +92,7 @@ def test_a_stop_is_told_by_how_it_went():
 
 
 def test_only_a_readable_status_is_a_word():
-    """Absent, torn or of another version: none."""
+    """An absent, torn or incompatible status counts as no report."""
     ended = Ended(exit_code=0, reason="succeeded")
 
     assert read_said(Status(phase="ended", ended=ended).to_json()) == ended
@@ -100,7 +103,7 @@ def test_only_a_readable_status_is_a_word():
 
 
 def test_what_a_killed_wrapper_said_last_is_kept_with_its_end():
-    """Progress stays, the number grows, the end is ours; of a torn status only the end is left."""
+    """Progress stays, the sequence grows, the end is ours; of a torn status only the end remains."""
     last = Status(attempt=3, sequence=41, phase="running", progress=Progress(step=7))
     ended = Ended(signal=9, reason="killed", detail="d")
 
@@ -111,7 +114,7 @@ def test_what_a_killed_wrapper_said_last_is_kept_with_its_end():
 
 
 def test_a_command_that_outlived_its_grace_was_killed_though_its_wrapper_spoke_first():
-    """The wrapper sees the command die by SIGKILL and says "stopped" before it is killed itself."""
+    """The wrapper sees the command die by SIGKILL and reports "stopped" before it is killed itself."""
     said = Ended(exit_code=None, signal=9, reason="stopped")
 
     end = tell_end(87, said=said, ended_by=("killed", "stopped; what was left after 0.5 s was killed"))

@@ -45,7 +45,7 @@ def test_node_main_gets_no_airflow_and_the_secrets_apart():
 
 
 def test_keys_of_the_store_s_connection_replace_the_worker_s_own_as_a_whole():
-    """The worker's session token belongs to other keys; with it the connection's would be refused."""
+    """The worker's session token belongs to other keys; the connection's keys would be refused with it."""
     worker = {**WORKER, "AWS_SESSION_TOKEN": "theirs", "AWS_CREDENTIAL_EXPIRATION": "2026", "AWS_REGION": "x"}
     keys = {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "of-the-connection"}
 
@@ -57,7 +57,7 @@ def test_keys_of_the_store_s_connection_replace_the_worker_s_own_as_a_whole():
 
 
 def test_the_sidecar_gets_the_store_s_credentials_and_no_secret_of_the_training():
-    """Each side has its own."""
+    """Each side gets its own."""
     env = sidecar_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/spool"))
 
     assert env["AWS_ACCESS_KEY_ID"] == "store"
@@ -65,7 +65,7 @@ def test_the_sidecar_gets_the_store_s_credentials_and_no_secret_of_the_training(
 
 
 def test_the_training_gets_a_short_list_its_own_and_its_secrets():
-    """Neither credentials nor settings of the worker."""
+    """It gets neither credentials nor settings of the worker."""
     env = training_env(node_env(WORKER, {"API_KEY": "s"}, "/n0/spool"), REQUEST)
 
     assert env == {
@@ -82,7 +82,7 @@ def test_the_training_gets_a_short_list_its_own_and_its_secrets():
 
 
 def test_the_programs_of_the_command_s_own_environment_come_first():
-    """The spec's PATH comes after them; without such an environment it is the spec's own."""
+    """The spec's PATH comes after them; without such an environment only the spec's PATH counts."""
     request = {**REQUEST, "env": {"PATH": "/spec"}}
 
     assert training_env({"PATH": "/usr/bin", "ENVSCALER_SECRET_API_KEY": "s"}, request)["PATH"] == (
@@ -96,7 +96,7 @@ def test_the_programs_of_the_command_s_own_environment_come_first():
 
 
 def test_this_interpreter_needs_no_copy_of_the_agent(tmp_path):
-    """``python`` is ours; whatever is not might be another."""
+    """``python`` means this interpreter; any other command might be another one."""
     assert training_pythonpath(("python", "train.py"), None, tmp_path) in (None, str(_package_parent()))
     assert training_pythonpath((sys.executable, "train.py"), None, tmp_path) in (None, str(_package_parent()))
     assert training_pythonpath(("bash", "train.sh"), None, tmp_path) == str(copy_agent(tmp_path))
@@ -110,7 +110,7 @@ def _package_parent():
 
 
 def test_the_copy_is_made_once_and_imports_alone(tmp_path):
-    """With the standard library alone, and nothing but the parts that run everywhere."""
+    """With the standard library alone, and only the parts that run everywhere."""
     folder = copy_agent(tmp_path)
 
     assert copy_agent(tmp_path) == folder

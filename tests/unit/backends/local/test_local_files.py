@@ -1,4 +1,4 @@
-"""Unit tests of a node's files: whole or absent, and locks that go with their holder."""
+"""Unit tests of a node's files: complete or absent, and locks that end with their process."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ from envscaler_airflow.errors import BackendError
 
 
 def test_json_is_replaced_as_a_whole(tmp_path):
-    """The old bytes until the new ones are complete; no draft stays."""
+    """The old bytes stay until the new ones are complete; no draft remains."""
     path = tmp_path / "node.json"
 
     files.write_json(path, {"a": 1})
@@ -46,12 +46,12 @@ def test_what_is_no_plain_file_is_an_error_at_once(tmp_path, kind):
 
 
 def test_absent_is_none(tmp_path):
-    """And no error."""
+    """And not an error."""
     assert files.read_json(tmp_path / "node.json") is None
 
 
 def test_a_lock_is_held_once_and_seen_without_being_taken(tmp_path):
-    """Held, free, absent."""
+    """Locked, free, absent."""
     path = tmp_path / "lock"
     assert files.lock_state(path) == "absent"
 
@@ -65,7 +65,7 @@ def test_a_lock_is_held_once_and_seen_without_being_taken(tmp_path):
 
 @pytest.fixture
 def removed(tmp_path, monkeypatch):
-    """A lock file that is removed between being opened and being locked for the first time."""
+    """Remove a lock file after it was opened and before it is first locked."""
     path = tmp_path / "lock"
     real, calls = fcntl.flock, []
 
@@ -80,7 +80,7 @@ def removed(tmp_path, monkeypatch):
 
 
 def test_a_lock_waited_for_is_of_the_file_that_others_find(removed):
-    """Its holder removed the file: who waited locks the new one, not the removed one."""
+    """The owner of the lock removed the file: the waiter locks the new file, not the removed one."""
     with files.locked(removed):
         assert files.lock_state(removed) == "held"
 
@@ -94,7 +94,7 @@ def test_a_lock_tried_is_of_the_file_that_others_find(removed):
 
 
 def test_the_root_is_ours_alone(tmp_path):
-    """Made for us alone; a link or a file in its place is refused."""
+    """Created with access for us alone; a link or a file in its place is refused."""
     files.make_root(tmp_path / "a" / "root")
     (tmp_path / "link").symlink_to(tmp_path / "a")
 

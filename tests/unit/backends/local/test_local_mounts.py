@@ -1,4 +1,4 @@
-"""A command finds the spec's paths where the spec says, and the machine's own folders stay as they are."""
+"""A command finds the spec's paths where the spec says, and the machine's own folders are untouched."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ allowed = pytest.mark.skipif(no_mounts() is not None, reason="this machine allow
 
 
 def run(tmp_path, script, *options):
-    """Run a shell script by mounted.py; the process when it is over."""
+    """Run a shell script under mounted.py, and return the finished process."""
     words = [sys.executable, "-I", "-S", mount_main.__file__, "--root", str(tmp_path / "mounts"), *options]
     return subprocess.run(
         [*words, "--", "bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
@@ -46,7 +46,7 @@ def test_a_volume_is_where_the_spec_says(tmp_path):
 
 @allowed
 def test_a_shell_script_writes_into_the_attempts_folder(tmp_path):
-    """As root it would have made the folder on the machine; what it replaces it may replace (F9)."""
+    """As root it would have made the folder on the machine; it may overwrite what it replaces (F9)."""
     root = tmp_path / "root/output-of-a-test"
     script = "cd /output-of-a-test && echo weights > part && mv part model && mkdir checkpoints"
 
@@ -98,7 +98,7 @@ def test_a_folder_of_the_machine_with_content_is_not_hidden(tmp_path):
 
 @allowed
 def test_the_user_stays_who_he_is(tmp_path):
-    """Also where a user namespace is needed (F9)."""
+    """Also where the mounts need a user namespace (F9)."""
     done = run(tmp_path, "id -u", "--bind", str(tmp_path), "/data-of-a-test")
 
     assert done.stdout.strip() == str(os.geteuid())
@@ -106,7 +106,7 @@ def test_the_user_stays_who_he_is(tmp_path):
 
 @allowed
 def test_a_command_that_does_not_exist_is_named(tmp_path):
-    """As a shell says it (F9)."""
+    """As a shell names it (F9)."""
     words = [sys.executable, "-I", "-S", mount_main.__file__, "--root", str(tmp_path / "mounts")]
 
     done = subprocess.run(
@@ -121,7 +121,7 @@ def test_a_command_that_does_not_exist_is_named(tmp_path):
 
 @pytest.fixture
 def forbidden(monkeypatch):
-    """A machine that allows no mounts."""
+    """Simulate a machine that allows no mounts."""
 
     def refuse(_root, _triples):
         raise OSError(1, "unshare: Operation not permitted")
@@ -130,7 +130,7 @@ def forbidden(monkeypatch):
 
 
 def test_without_mounts_a_script_that_names_a_path_is_refused(forbidden, capsys, tmp_path):
-    """It would write into the machine's own folder; the way out is named (F9)."""
+    """It would write into the machine's own folder; the message names an alternative (F9)."""
     options = ["--root", str(tmp_path), "--out", str(tmp_path / "m"), "/output-of-a-test/model"]
 
     code = mount_main.main([*options, "--", *SCRIPT])
@@ -169,7 +169,7 @@ def test_only_absolute_paths_are_mounted():
     ],
 )
 def test_a_start_is_refused_where_a_script_would_meet_the_machines_folders(command, is_fault):
-    """Known before anything is started (F9)."""
+    """The backend refuses before it starts anything (F9)."""
     faults = mount_faults(SPEC, command, why=lambda: "Operation not permitted")
 
     assert bool(faults) == is_fault
@@ -177,7 +177,7 @@ def test_a_start_is_refused_where_a_script_would_meet_the_machines_folders(comma
 
 
 def test_what_is_not_mounted_is_said_once():
-    """With the paths and the way out (F9)."""
+    """With the paths and an alternative (F9)."""
     [warning] = mount_warnings(SPEC, why=lambda: "Operation not permitted")
 
     paths = "/data-of-a-test, /output-of-a-test/model, /output-of-a-test/checkpoints"
@@ -186,7 +186,7 @@ def test_what_is_not_mounted_is_said_once():
 
 
 def test_validate_says_what_this_machine_cannot_mount(tmp_path, monkeypatch):
-    """A fault for a script on local, else a warning (F9)."""
+    """An error for a script on local, otherwise a warning (F9)."""
     why = "Operation not permitted"
     monkeypatch.setattr(volumes, "no_mounts", lambda: why)
     for name in ("mount_faults", "mount_warnings"):

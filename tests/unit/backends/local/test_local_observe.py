@@ -1,4 +1,4 @@
-"""Unit tests of what can be told of a node from here: out of sight is never dead."""
+"""Unit tests of what this process can know of a node: out of sight is never lost."""
 
 import dataclasses
 import os
@@ -13,11 +13,11 @@ from envscaler_airflow.errors import BackendError
 
 HERE = Identity("host-a", "machine-1", "boot-1", "pid:[1]")
 GONE = {"pid": 2**22 + 1, "start": 1}
-"""No process has this number: the kernel's greatest is 2**22."""
+"""No process has this number: the kernel's maximum is 2**22."""
 
 
 class Node:
-    """A node that was started on HERE, as its files and its handle have it."""
+    """A node that was started on HERE, with its files and its handle."""
 
     def __init__(self, tmp_path, main=GONE):
         """Lay out the folder of an attempt with one node."""
@@ -36,11 +36,11 @@ class Node:
         self.root = tmp_path / "root"
 
     def seen_from(self, here=HERE):
-        """The backend of a process that is *here*."""
+        """Return the backend of a process that is *here*."""
         return LocalBackend(self.root, machine=Machine((0,), 1 << 30, identity=here))
 
     def state(self, here=HERE):
-        """State of the node, seen from *here*."""
+        """Return the state of the node, seen from *here*."""
         [status] = self.seen_from(here).observe(self.handle).nodes
         return status.state
 
@@ -74,7 +74,7 @@ def test_gone_without_an_end_here_is_lost(node):
     ],
 )
 def test_from_elsewhere_only_another_boot_of_the_same_host_is_a_loss(node, elsewhere, state):
-    """Absence says nothing where the process could not be seen."""
+    """Absence says nothing where the process is not visible."""
     assert node.state(dataclasses.replace(HERE, **elsewhere)) == state
 
 
@@ -88,14 +88,14 @@ def test_an_end_is_an_end_wherever_it_is_read(node):
 
 
 def test_the_end_of_another_start_is_not_ours(node):
-    """Unique ids tell two starts of one name apart."""
+    """Unique ids distinguish two starts of the same name."""
     node.end(run_id="another")
 
     assert node.state() == "lost"
 
 
 def test_a_held_lock_whose_holder_is_not_shown_is_unknown(node):
-    """A process table that hides it (hidepid) shows no death."""
+    """A process table that hides it (hidepid) does not prove its death."""
     fd = files.try_lock(node.folder / files.LOCK)
 
     assert node.state() == "unknown"
@@ -115,7 +115,7 @@ def test_a_live_main_is_starting_and_then_running(tmp_path):
 
 
 def test_a_process_of_the_same_number_is_not_ours(tmp_path):
-    """The number was given out again: the start time tells."""
+    """The number was reused: the start time tells them apart."""
     me = ProcessId.of(os.getpid())
     node = Node(tmp_path, main={"pid": me.pid, "start": me.start - 1})
 
@@ -123,7 +123,7 @@ def test_a_process_of_the_same_number_is_not_ours(tmp_path):
 
 
 def test_a_stop_that_killed_is_an_end_not_a_loss(node):
-    """It was asked for."""
+    """The user requested it."""
     files.write_json(node.folder / files.STOP, {"grace_s": 0})
 
     assert node.state() == "ended"
@@ -148,7 +148,7 @@ def test_an_unreadable_file_is_no_answer(node):
 
 
 def test_a_loss_is_billed_until_it_was_last_seen_alive(node):
-    """The lock file's time is its last sign of life."""
+    """The lock file's time is the last sign of life."""
     os.utime(node.folder / files.LOCK, (130.0, 130.0))
 
     [interval] = node.seen_from().usage(node.handle)
@@ -157,7 +157,7 @@ def test_a_loss_is_billed_until_it_was_last_seen_alive(node):
 
 
 def test_an_end_is_billed_by_the_node_s_own_times(node):
-    """A minute from 100 to 160."""
+    """A minute, from 100 to 160."""
     node.end()
 
     [interval] = node.seen_from().usage(node.handle)
@@ -166,14 +166,14 @@ def test_an_end_is_billed_by_the_node_s_own_times(node):
 
 
 def test_what_cannot_be_told_is_billed_openly(node):
-    """Unknown is not over."""
+    """Unknown has not ended."""
     [interval] = node.seen_from(dataclasses.replace(HERE, host="host-b")).usage(node.handle)
 
     assert interval.end is None
 
 
 def test_a_stop_from_elsewhere_leaves_a_note_and_kills_nobody(node):
-    """In another process table the numbers mean others."""
+    """In another process table the numbers belong to other processes."""
     backend = node.seen_from(dataclasses.replace(HERE, pid_namespace="pid:[2]"))
 
     backend.stop(node.handle, grace_s=7.0)
@@ -182,7 +182,7 @@ def test_a_stop_from_elsewhere_leaves_a_note_and_kills_nobody(node):
 
 
 def test_release_leaves_what_cannot_be_told(node):
-    """Unknown may be alive."""
+    """An unknown node may be alive."""
     node.seen_from(dataclasses.replace(HERE, host="host-b")).release(node.handle)
     assert node.folder.exists()
 
@@ -191,7 +191,7 @@ def test_release_leaves_what_cannot_be_told(node):
 
 
 def test_attempts_lists_what_was_started(node):
-    """For the check of orphans; a folder of something else is none."""
+    """For the check for orphans; an unrelated folder does not count."""
     files.write_json(node.folder / files.REQUEST, {})
     (node.root / "agent-123").mkdir()
 

@@ -6,7 +6,7 @@ from envscaler_airflow.backends.local.output import OutputWriter, read_output
 
 
 def text(folder, since=0):
-    """All that is kept from byte *since* on."""
+    """Return everything that is kept from byte *since* on."""
     return b"".join(read_output(folder, since))
 
 
@@ -29,7 +29,7 @@ def test_output_is_read_from_any_byte(tmp_path):
 
 
 def test_the_oldest_segments_go(tmp_path):
-    """Five full segments, three are kept; offsets stay what they were."""
+    """Five full segments, three are kept; offsets do not change."""
     write(tmp_path, *(bytes([48 + i]) * 10 for i in range(5)))
 
     assert text(tmp_path) == b"2" * 10 + b"3" * 10 + b"4" * 10
@@ -37,7 +37,7 @@ def test_the_oldest_segments_go(tmp_path):
 
 
 def test_a_second_writer_goes_on_after_the_first(tmp_path):
-    """A sidecar that was started again appends."""
+    """A restarted sidecar appends."""
     write(tmp_path, b"one ")
     write(tmp_path, b"two")
 
@@ -45,7 +45,7 @@ def test_a_second_writer_goes_on_after_the_first(tmp_path):
 
 
 def test_nothing_written_is_nothing_read(tmp_path):
-    """An absent folder too."""
+    """The same for an absent folder."""
     write(tmp_path / "made")
 
     assert text(tmp_path / "made") == b""
@@ -53,7 +53,7 @@ def test_nothing_written_is_nothing_read(tmp_path):
 
 
 def test_a_full_disk_loses_bytes_and_not_the_caller(tmp_path):
-    """The node goes on."""
+    """The node keeps running."""
     writer = OutputWriter(tmp_path)
     real, writer._file = writer._file, Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115  # closed below
 

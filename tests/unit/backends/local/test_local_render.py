@@ -1,4 +1,4 @@
-"""Unit tests of what the local backend would start: pure, nothing is written."""
+"""Unit tests of what the local backend would start: pure, writing nothing."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ SAVES = "/r/dag-train-ba220497bbab-saves/n0"
 
 
 def request_for(**changes):
-    """A request on two CPUs; *changes* are fields."""
+    """Return a request on two CPUs; *changes* are fields."""
     fields = {
         "store_url": "s3://store",
         "run_prefix": "dep/dag/run/train/-1",
@@ -51,7 +51,7 @@ def request_for(**changes):
 
 
 def first_node(request):
-    """What is rendered for node 0."""
+    """Return what is rendered for node 0."""
     return render_attempt(request, PurePosixPath("/r/a"), Launch())["nodes"][0]
 
 
@@ -71,7 +71,7 @@ def first_node(request):
     ],
 )
 def test_arguments_that_name_a_mounted_path_follow_it(text, becomes):
-    """The path itself, what is below it, and both behind a flag; nothing that only looks like it."""
+    """The path itself, paths below it, and both behind a flag; nothing that only looks similar."""
     paths = PathMap.of(["/data", "/output/model"], PurePosixPath(ROOT))
 
     assert paths.argument(text) == becomes
@@ -86,7 +86,7 @@ def test_the_longest_path_wins():
 
 
 def test_a_name_carries_run_generation_and_attempt_and_is_safe():
-    """Labels of any script become one file name; the hash tells stores and runs apart."""
+    """Arbitrary labels become one file name; the hash separates stores and runs."""
     request = request_for(run_label="../Äß dag/x.train" * 9)
 
     name = attempt_name(request)
@@ -151,7 +151,7 @@ def test_the_request_of_a_node_as_it_is_written():
 
 
 def test_the_layout_for_the_sidecar_as_it_is_written():
-    """Golden: where inputs, outputs and checkpoints lie."""
+    """Golden: where inputs, outputs and checkpoints are."""
     assert first_node(request_for(store_options={"region": "x"}))["layout"] == {
         "spec": "spec-a1b2.json",
         "work": "/r/a/n0/work",
@@ -173,21 +173,21 @@ def test_the_layout_for_the_sidecar_as_it_is_written():
 
 
 def test_a_profile_of_the_store_s_connection_is_an_option_of_the_sidecar():
-    """It names files of the worker's user, which the sidecar's are too."""
+    """It names files of the worker's user, which the sidecar can read too."""
     layout = first_node(request_for(store_login=StoreLogin(profile="team")))["layout"]
 
     assert layout["store_options"] == {"profile_name": "team"}
 
 
 def test_keys_of_the_store_s_connection_are_in_no_file():
-    """They go by the environment alone."""
+    """The sidecar gets them only by the environment."""
     login = StoreLogin({"AWS_SECRET_ACCESS_KEY": "canary-of-the-store"})
 
     assert "canary-of-the-store" not in json.dumps(first_node(request_for(store_login=login)))
 
 
 def test_a_login_that_the_sidecar_could_not_use_starts_nothing():
-    """The reason, and what to write instead."""
+    """The message has the reason, and what to write instead."""
     login = StoreLogin(refusal="connection 'store' assumes a role")
 
     with pytest.raises(SpecError, match=r"'store' assumes a role: name a profile_name instead"):
@@ -195,7 +195,7 @@ def test_a_login_that_the_sidecar_could_not_use_starts_nothing():
 
 
 def test_an_export_is_the_folder_where_the_machine_has_mounted_it():
-    """The sidecar mounts nothing; it links what is there."""
+    """The sidecar mounts nothing; it links the existing mount."""
     volume = {"name": "d", "source": "nfs://filer/x", "mount_path": "/mnt/x"}
 
     (mount,) = first_node(request_for(spec={"volumes": [volume]}))["layout"]["mounts"]
@@ -204,7 +204,7 @@ def test_an_export_is_the_folder_where_the_machine_has_mounted_it():
 
 
 def test_a_bare_spec_needs_no_paths():
-    """No volumes, outputs or checkpoint: the slice's memory is the limit."""
+    """No volumes, outputs or checkpoint: the share's memory is the limit."""
     node = first_node(request_for(spec={}, command=("true",), env={}))
 
     assert node["request"]["limits"] == {"memory_bytes": 4 << 30, "vcpus": 2.0}
@@ -213,14 +213,14 @@ def test_a_bare_spec_needs_no_paths():
 
 
 def test_a_limit_above_the_slice_is_the_slice():
-    """The neighbour's memory is not ours to promise."""
+    """A neighbour's memory is not available to promise."""
     spec = {"resources": {"limits": {"memory": "64Gi"}}}
 
     assert first_node(request_for(spec=spec))["request"]["limits"]["memory_bytes"] == 4 << 30
 
 
 def test_the_interpreter_of_the_command_runs_neither_wrapper_nor_sidecar():
-    """It may be older, and has none of what they import; it is for the command's PATH alone."""
+    """It may be older and lacks their imports; it is only for the command's PATH."""
     body = first_node(request_for(python="/opt/py38/bin/python"))["request"]
 
     assert body["python"] == "/opt/py38/bin/python"
@@ -229,7 +229,7 @@ def test_the_interpreter_of_the_command_runs_neither_wrapper_nor_sidecar():
 
 
 def test_every_node_has_a_folder_of_its_own():
-    """Two nodes, told apart by folder and number."""
+    """Two nodes, distinguished by folder and number."""
     nodes = render_attempt(request_for(allocation=Allocation(OFFER, 2)), PurePosixPath("/r/a"), Launch())[
         "nodes"
     ]
@@ -247,7 +247,7 @@ def test_every_node_has_a_folder_of_its_own():
     ],
 )
 def test_the_checkpoint_folder_lies_at_one_place_in_every_attempt(saves, outputs, expected):
-    """A training that remembers absolute paths finds them again; what holds it goes along (C3)."""
+    """A training that remembers absolute paths finds them again; outputs that contain it stay too (C3)."""
     spec = {"checkpoint": {"path": saves}, "outputs": outputs}
 
     for attempt in (1, 2):

@@ -1,4 +1,4 @@
-"""Unit tests of a machine's slices: offers, shortfalls and who gets what."""
+"""Unit tests of a machine's shares: offers, shortfalls and allocation."""
 
 import pytest
 from hypothesis import given
@@ -25,12 +25,12 @@ GPUS = Machine(
 
 
 def offer_of(vcpus, memory_gib=4.0, **changes):
-    """A slice of *vcpus* CPUs."""
+    """Return a share of *vcpus* CPUs."""
     return Offer("local", "", f"cpu-{vcpus}", "on-demand", vcpus=vcpus, memory_gib=memory_gib, **changes)
 
 
 def test_offers_are_powers_of_two_and_the_whole():
-    """Six CPUs with 40 GiB: 36 GiB are given out, 6 GiB with each CPU."""
+    """Six CPUs with 40 GiB: 36 GiB are allocated, 6 GiB with each CPU."""
     offers = slice_offers(MACHINE)
 
     assert [offer.name for offer in offers] == ["local/cpu-1", "local/cpu-2", "local/cpu-4", "local/cpu-6"]
@@ -38,7 +38,7 @@ def test_offers_are_powers_of_two_and_the_whole():
 
 
 def test_prices_are_said_to_be_shadow_prices_and_are_in_proportion():
-    """Six vCPUs and 40 GiB lie nearest to m7i.2xlarge ($0.4032 for 8): $0.0504 a CPU."""
+    """Six vCPUs and 40 GiB are nearest to m7i.2xlarge ($0.4032 for 8): $0.0504 a CPU."""
     offers = slice_offers(MACHINE)
 
     assert offers[0].price_source == (
@@ -48,7 +48,7 @@ def test_prices_are_said_to_be_shadow_prices_and_are_in_proportion():
 
 
 def test_a_price_of_one_s_own_stands_in_place_of_the_shadow():
-    """Only for the slice that it names, and it says so."""
+    """Only for the share that it names, and the offer names it as the source."""
     offers = {offer.instance_type: offer for offer in slice_offers(MACHINE, {"cpu-2": 0.5})}
 
     assert (offers["cpu-2"].usd_per_hour, offers["cpu-2"].price_source) == (0.5, "set in the configuration")
@@ -95,7 +95,7 @@ def test_an_unpriced_gpu_has_no_price_and_says_why():
     ],
 )
 def test_shortfalls_say_what_is_missing(resources, missing):
-    """Each with what is asked and what there is; of alternatives the nearest."""
+    """Each with the required and the available amount; of alternatives the nearest."""
     assert shortfalls({"resources": resources}, MACHINE) == missing
 
 
@@ -115,7 +115,7 @@ def test_shortfalls_of_gpus(gpu, missing):
 
 
 def test_nodes_together_must_fit_the_machine():
-    """Three nodes of two CPUs do, four do not; a shared slice is not counted."""
+    """Three nodes of two CPUs do, four do not; a shared offer is not counted."""
     offer = offer_of(2.0)
     shared = Offer("local", "", "cpu-2-shared", "on-demand", vcpus=2.0, memory_gib=4.0)
 
@@ -146,7 +146,7 @@ def test_gpus_are_given_out_once():
 
 
 def test_what_is_full_says_who_has_it():
-    """The message names need, rest and the runs that use it (F6)."""
+    """The message names the need, the rest and the runs that use it (F6)."""
     taken = [
         Claim("shell-a-g1-a1", 1, 3.0, 20 << 30, cpus=(0, 1, 2), run="d/shell/hog/train/-1"),
         Claim("dag-train-g1-a1", 0, 2.0, 10 << 30, cpus=(3, 4)),
@@ -158,7 +158,7 @@ def test_what_is_full_says_who_has_it():
 
 
 def test_a_shared_slice_is_neither_counted_nor_pinned():
-    """It fits on a full machine, and a full machine beside it."""
+    """It fits on a full machine, and a full machine fits beside it."""
     full = Claim("other", 0, 6.0, 36 << 30, cpus=MACHINE.cpus)
     shared = Offer("local", "", "cpu-2-shared", "on-demand", vcpus=2.0, memory_gib=4.0)
 
@@ -170,7 +170,7 @@ def test_a_shared_slice_is_neither_counted_nor_pinned():
 
 @given(sizes=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0, 6.0]), max_size=12))
 def test_slices_never_add_up_to_more_than_the_machine(sizes):
-    """Whatever is asked in whatever order."""
+    """For every sequence of requests."""
     taken = []
     for index, size in enumerate(sizes):
         try:
@@ -188,7 +188,7 @@ def test_slices_never_add_up_to_more_than_the_machine(sizes):
 
 
 def held_node(root, attempt):
-    """Hold the lock of node 0 of *attempt*, as a live node does."""
+    """Lock the lock file of node 0 of *attempt*, as a live node does."""
     folder = files.node_folder(root / attempt, 0)
     folder.mkdir(parents=True)
     return files.try_lock(folder / files.LOCK)
@@ -215,7 +215,7 @@ def test_a_claim_lives_as_long_as_its_lock(tmp_path):
 
 
 def test_nodes_get_their_slices_together_or_not_at_all(tmp_path):
-    """Two nodes of four CPUs on six: none is claimed."""
+    """Two nodes of four CPUs on six: neither is claimed."""
     slots = Slots(tmp_path, MACHINE)
 
     with pytest.raises(CapacityError):

@@ -1,4 +1,4 @@
-"""Volumes on this machine: what cannot be had is said before anything starts."""
+"""Volumes on this machine: an unavailable one is reported before anything starts."""
 
 import pytest
 
@@ -13,7 +13,7 @@ OFFER = Offer("local", "", "cpu-1", "on-demand", vcpus=1, memory_gib=1.0)
 
 
 def volume(source, path="/data"):
-    """One volume as a resolved spec's JSON has it."""
+    """Return one volume in the format of a resolved spec's JSON."""
     return {"name": "v", "source": source, "mount_path": path}
 
 
@@ -29,7 +29,7 @@ def volume(source, path="/data"):
     ],
 )
 def test_faults_of_volumes(source, fault):
-    """What is copied in is looked at by the sidecar, which waits for a store that does not answer."""
+    """The sidecar checks copied volumes, since it waits for a store that does not answer."""
     got = volume_faults([volume(source)], has_path=lambda path: path == "/here", is_mounted=lambda _: False)
 
     assert got == ([] if fault is None else [f"volumes: v: {fault}"])
@@ -43,7 +43,7 @@ def test_a_mounted_export_is_had():
 
 
 def test_an_attempt_with_a_claim_is_refused_and_leaves_nothing(tmp_path):
-    """Never to be had here: no retry."""
+    """Never available here: no retry."""
     backend = LocalBackend(tmp_path / "root", machine=Machine(cpus=(0,), memory_bytes=2 << 30))
     request = AttemptRequest(
         store_url="file:///s", run_prefix="d/g/r/t/-1", run_label="g.t", generation=1, attempt=1,
