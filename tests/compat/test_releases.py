@@ -35,7 +35,7 @@ def release(request, tmp_path):
 
 
 def test_events_fold_into_the_run_that_they_were(release):
-    """A move from cpu-1 to cpu-2, then success, delivered."""
+    """A move from cpu-1 to cpu-2, then a success, delivered."""
     _, store = release
 
     state = EventLog(store, "run", snapshots=False).load()
@@ -47,7 +47,7 @@ def test_events_fold_into_the_run_that_they_were(release):
 
 
 def test_the_bill_is_the_one_that_was_delivered(release):
-    """From the same events the same report."""
+    """The same events give the same report."""
     _, store = release
     state = EventLog(store, "run", snapshots=False).load()
     delivered = json.loads(store.read("run/result.json"))["report"]
@@ -93,7 +93,7 @@ def test_recorded_decisions_are_decided_the_same_way(release):
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_serialized_triggers_are_made_again(name):
-    """A triggerer of this version takes over the triggers of the one before."""
+    """A triggerer of this version takes over the triggers of the previous one."""
     for path, arguments in json.loads((HERE / name / "triggers.json").read_text()):
         module, _, kind = path.rpartition(".")
 

@@ -1,4 +1,4 @@
-"""One suite for every backend: what the owner relies on, whatever runs the attempt."""
+"""One suite for every backend: the behaviour that the owner relies on."""
 
 import dataclasses
 import json
@@ -25,12 +25,12 @@ class ScriptedHarness:
     """Drives the public fake."""
 
     def __init__(self, tmp_path):
-        """Make a backend of its own."""
+        """Create a backend for this test alone."""
         self.backend = ScriptedBackend(vcpus=4)
         self.full = 4.0
 
     def command(self):
-        """Anything: nothing is started."""
+        """Accept any command: nothing is started."""
         return ("train",)
 
     def end(self, handle, exit_code):
@@ -38,7 +38,7 @@ class ScriptedHarness:
         self.backend.end(handle, exit_code=exit_code, reason="failed" if exit_code else "succeeded")
 
     def vanish(self, handle):
-        """Take the machine away."""
+        """Remove the machine."""
         self.backend.lose(handle)
 
     def printed(self, handle, text):
@@ -53,7 +53,7 @@ class LocalHarness:
     """Drives real processes; the command waits for an exit code in a named pipe."""
 
     def __init__(self, tmp_path):
-        """Make a backend of its own."""
+        """Create a backend for this test alone."""
         self.backend = LocalBackend(
             tmp_path / "root",
             launch=Launch(
@@ -69,7 +69,7 @@ class LocalHarness:
             self._ends.append(os.open(f"{self._pipe}{node}", os.O_RDWR))
 
     def command(self):
-        """Print what comes before a number, and exit with that."""
+        """Print the text before the number, and exit with the number."""
         script = f"""
             while read word; do
                 case "$word" in [0-9]*) exit "$word";; *) printf %s "$word";; esac
@@ -83,7 +83,7 @@ class LocalHarness:
             os.write(self._ends[node], f"{exit_code}\n".encode())
 
     def vanish(self, handle):
-        """Kill all without a word."""
+        """Kill every process without a report."""
         self.backend.take_away(handle)
 
     def printed(self, handle, text):
@@ -91,7 +91,7 @@ class LocalHarness:
         os.write(self._ends[0], text + b"\n")
 
     def close(self):
-        """Leave no process."""
+        """Leave no process behind."""
         for handle in self.backend.attempts():
             self.backend.stop(handle, grace_s=0)
             self.backend.release(handle)
@@ -103,7 +103,7 @@ class KubernetesHarness:
     """Drives pods of a fake API server; their training plays the wrapper: 87 on SIGTERM."""
 
     def __init__(self, tmp_path):
-        """Make a cluster of one node, with room for four CPUs beside the sidecar."""
+        """Create a cluster of one node that fits four CPUs beside the sidecar."""
         from fakes.kubernetes import Cluster, Program
 
         self._cluster = Cluster(nodes=0, speed=5).start()
@@ -117,7 +117,7 @@ class KubernetesHarness:
         self.full = 4.0
 
     def command(self):
-        """Anything: it is played."""
+        """Accept any command: the training is scripted."""
         return ("train",)
 
     def end(self, handle, exit_code):
@@ -126,7 +126,7 @@ class KubernetesHarness:
             self._cluster.pod(pod["metadata"]["name"]).exit(exit_code)
 
     def vanish(self, handle):
-        """Somebody deletes the Job; a node that goes away only has its pod made again."""
+        """Delete the Job, since the Job recreates the pod of a node that disappears."""
         path = f"/apis/batch/v1/namespaces/default/jobs/{handle.name}"
         self.backend.cluster.delete(path, uid=handle.details["uid"])
 
@@ -143,7 +143,7 @@ class KubernetesHarness:
     params=[ScriptedHarness, LocalHarness, KubernetesHarness], ids=["scripted", "local", "kubernetes"]
 )
 def harness(request, tmp_path):
-    """A backend, and a hand on its machines."""
+    """A backend with control over its machines."""
     made = request.param(tmp_path)
     yield made
     made.close()
@@ -168,12 +168,12 @@ def request_for(harness, **changes):
 
 
 def of_another_run(harness):
-    """Fields of a request: an attempt of the same run would not begin before the first has ended."""
+    """Fields of a request: a next attempt of the same run would not start before the first has ended."""
     return {"run_prefix": f"{getattr(harness, 'fields', {}).get('run_prefix', 'dep/dag/run/train/-1')}-other"}
 
 
 def eventually(harness, handle, claim):
-    """The first status of which *claim* holds; real machines may be given more time."""
+    """The first status for which *claim* is true; real machines get more time."""
     until = time.monotonic() + getattr(harness, "patience_s", 20.0)
     while not claim(status := harness.backend.observe(handle)):
         assert time.monotonic() < until, status
@@ -182,7 +182,7 @@ def eventually(harness, handle, claim):
 
 
 def small(harness):
-    """Fields of a request of which two nodes fit; skips where none do."""
+    """Fields of a request that two nodes fit; skips where no two nodes fit."""
     fields = getattr(harness, "small", {} if harness.full >= 2 else None)
     if fields is None:
         pytest.skip("this machine has one CPU")
@@ -190,7 +190,7 @@ def small(harness):
 
 
 def is_running(status):
-    """Every node runs."""
+    """Wait until every node runs."""
     return all(node.state == "running" for node in status.nodes)
 
 
@@ -203,7 +203,7 @@ def started(harness, **changes):
 
 
 def test_satisfies_the_seam(harness):
-    """Every method of the protocol is there."""
+    """The backend has every method of the protocol."""
     names = [name for name in vars(Backend) if not name.startswith("_")]
 
     assert [name for name in names if not hasattr(harness.backend, name)] == []
@@ -211,7 +211,7 @@ def test_satisfies_the_seam(harness):
 
 
 def test_offers_have_names_of_their_own_and_say_where_a_price_is_from(harness):
-    """A price without a source is no price."""
+    """Every price names its source."""
     offers = harness.backend.offers()
 
     assert len({offer.name for offer in offers}) == len(offers) > 0
@@ -219,7 +219,7 @@ def test_offers_have_names_of_their_own_and_say_where_a_price_is_from(harness):
 
 
 def test_render_is_pure_json_without_secrets(harness):
-    """Twice the same; a secret's name may be there, its value never."""
+    """Two renderings are equal; they may contain a secret's name, never its value."""
     request = request_for(harness)
 
     rendered = harness.backend.render(request)
@@ -229,7 +229,7 @@ def test_render_is_pure_json_without_secrets(harness):
 
 
 def test_a_second_submit_adopts_the_first(harness):
-    """The same handle, and nothing is started again."""
+    """The second call returns the same handle and starts nothing."""
     request, handle = started(harness)
 
     again = harness.backend.submit(request)
@@ -239,7 +239,7 @@ def test_a_second_submit_adopts_the_first(harness):
 
 
 def test_attempts_of_another_number_run_or_generation_are_others(harness):
-    """Names carry store, run, generation and attempt."""
+    """Names contain store, run, generation and attempt."""
     base = request_for(harness)
     others = [
         dataclasses.replace(base, attempt=2),
@@ -254,7 +254,7 @@ def test_attempts_of_another_number_run_or_generation_are_others(harness):
 
 
 def test_find_tells_what_was_started(harness):
-    """None before, the handle after."""
+    """None before the submit, the handle after it."""
     request = request_for(harness)
     assert harness.backend.find(request) is None
 
@@ -264,7 +264,7 @@ def test_find_tells_what_was_started(harness):
 
 
 def test_a_handle_survives_json(harness):
-    """Events and trigger arguments hold it as JSON."""
+    """Events and trigger arguments contain it as JSON."""
     _, handle = started(harness)
 
     read = Handle.from_dict(json.loads(json.dumps(handle.to_dict())))
@@ -275,7 +275,7 @@ def test_a_handle_survives_json(harness):
 
 @pytest.mark.parametrize(("exit_code", "reason"), [(0, "succeeded"), (3, "failed")])
 def test_an_end_is_seen_with_its_exit_code(harness, exit_code, reason):
-    """Each node's end, by number and by name."""
+    """The end of each node, by number and by name."""
     _, handle = started(harness)
 
     harness.end(handle, exit_code)
@@ -285,7 +285,7 @@ def test_an_end_is_seen_with_its_exit_code(harness, exit_code, reason):
 
 
 def test_a_machine_that_vanished_is_lost(harness):
-    """No end of its own: lost, and known to be so."""
+    """The node has no end of its own; the backend reports it as lost."""
     _, handle = started(harness)
 
     harness.vanish(handle)
@@ -295,7 +295,7 @@ def test_a_machine_that_vanished_is_lost(harness):
 
 
 def test_a_graceful_stop_ends_within_the_grace(harness):
-    """It returns at once, and the end comes."""
+    """The call returns at once, and the end follows."""
     _, handle = started(harness)
 
     harness.backend.stop(handle, grace_s=10)
@@ -305,7 +305,7 @@ def test_a_graceful_stop_ends_within_the_grace(harness):
 
 
 def test_a_stop_without_grace_kills(harness):
-    """Ended, not lost: it was asked for."""
+    """The node ended as requested; it is not lost."""
     _, handle = started(harness)
 
     harness.backend.stop(handle, grace_s=0)
@@ -315,7 +315,7 @@ def test_a_stop_without_grace_kills(harness):
 
 
 def test_stopping_what_is_gone_is_no_error(harness):
-    """After the end, twice, and after the release."""
+    """A release works after the end, twice in a row, and a stop works after the release."""
     _, handle = started(harness)
     harness.end(handle, 0)
     before = eventually(harness, handle, lambda status: status.is_over)
@@ -329,7 +329,7 @@ def test_stopping_what_is_gone_is_no_error(harness):
 
 
 def test_usage_is_open_while_it_is_held_and_closed_after(harness):
-    """One interval for the node, by the provider's times."""
+    """One interval for the node, with the provider's times."""
     _, handle = started(harness)
 
     [held] = harness.backend.usage(handle)
@@ -343,7 +343,7 @@ def test_usage_is_open_while_it_is_held_and_closed_after(harness):
 
 
 def test_usage_of_a_lost_machine_is_closed(harness):
-    """What is gone is not billed for ever."""
+    """A lost machine is not billed forever."""
     _, handle = started(harness)
     harness.vanish(handle)
     eventually(harness, handle, lambda status: status.is_over)
@@ -355,7 +355,7 @@ def test_usage_of_a_lost_machine_is_closed(harness):
 
 
 def test_logs_go_on_from_an_offset(harness):
-    """All bytes, then those after the third."""
+    """All bytes, then only those after the third."""
     _, handle = started(harness)
 
     harness.printed(handle, b"loss=0.5")
@@ -367,7 +367,7 @@ def test_logs_go_on_from_an_offset(harness):
 
 
 def test_release_never_touches_a_live_attempt(harness):
-    """It runs on."""
+    """The training keeps running."""
     _, handle = started(harness)
 
     harness.backend.release(handle)
@@ -376,7 +376,7 @@ def test_release_never_touches_a_live_attempt(harness):
 
 
 def test_a_released_attempt_is_not_started_again(harness):
-    """A repeat that comes late must not bring an old attempt back to life."""
+    """A late repeat must not restart an old attempt."""
     request, handle = started(harness)
     harness.end(handle, 0)
     eventually(harness, handle, lambda status: status.is_over)
@@ -391,7 +391,7 @@ def test_a_released_attempt_is_not_started_again(harness):
 
 
 def test_what_others_hold_cannot_be_had(harness):
-    """All CPUs are taken: none to be had now. After the end there are."""
+    """All CPUs are in use, so there is no capacity. After the end there is."""
     offers = {offer.vcpus: offer for offer in harness.backend.offers()}
     whole = Allocation(offers[harness.full])
     _, first = started(harness, allocation=whole)
@@ -407,7 +407,7 @@ def test_what_others_hold_cannot_be_had(harness):
 
 
 def test_what_an_attempt_uses_is_free_for_the_one_that_follows_it(harness):
-    """All CPUs are taken: nothing is free beside it, and all of it once it is to go (F10)."""
+    """All CPUs are in use: nothing is free beside it, and all of it once it drains (F10)."""
     backend = harness.backend
     if not isinstance(backend, CountsFree):
         pytest.skip("it does not tell what is free")
@@ -426,7 +426,7 @@ def test_what_an_attempt_uses_is_free_for_the_one_that_follows_it(harness):
 
 
 def test_a_slice_of_a_lost_machine_is_free(harness):
-    """A dead holder holds nothing."""
+    """A dead process allocates nothing."""
     offers = {offer.vcpus: offer for offer in harness.backend.offers()}
     whole = Allocation(offers[harness.full])
     _, first = started(harness, allocation=whole)
@@ -439,7 +439,7 @@ def test_a_slice_of_a_lost_machine_is_free(harness):
 
 
 def test_what_can_never_be_had_is_refused_for_good(harness):
-    """More nodes than the whole has room for: no retry will help."""
+    """The request has more nodes than the machine fits: no retry will help."""
     offer = harness.backend.offers()[0]
     request = request_for(harness, allocation=Allocation(offer, nodes=int(harness.full) + 1))
 
@@ -461,7 +461,7 @@ def test_every_node_is_watched(harness):
 
 
 def test_nodes_of_two_offers_are_one_attempt(harness):
-    """A mixed allocation: ranks go on from one offer to the other, and one stop ends all."""
+    """A mixed allocation: ranks continue from one offer to the other, and one stop ends both."""
     offer = harness.backend.offers()[0]
     allocation = Allocation(offer, nodes=2, rest=offer, rest_nodes=1)
     request, handle = started(harness, allocation=allocation, **small(harness))
@@ -483,7 +483,7 @@ def test_nodes_of_two_offers_are_one_attempt(harness):
 
 
 def test_an_unknown_handle_is_an_error_not_a_death(harness):
-    """What was never started here cannot be told dead."""
+    """A backend cannot report an attempt as dead that it never started."""
     stranger = Handle(harness.backend.name, "stranger", {})
 
     with pytest.raises(EnvScalerError):

@@ -1,11 +1,9 @@
 """The fake API server answers and acts as the recorded Kubernetes 1.36.2 did, in some thirty situations.
 
-Every recorded request is sent again, at its recorded time and by its recorded caller. Compared are: the
-answer's
-code; reason, message, details and Retry-After of refusals; the fields that an object has; the history of
-every Job
-and pod; and the events. What differs on purpose, or by the recorded cluster's own circumstances, is listed
-below.
+Every recorded request is sent again, at its recorded time and by its recorded caller. The tests compare the
+answer's code; reason, message, details and Retry-After of refusals; the fields of an object; the history of
+every Job and pod; and the events. Differences on purpose, or due to the recorded cluster's own circumstances,
+are listed below.
 """
 
 from __future__ import annotations
@@ -46,13 +44,13 @@ OTHER_HISTORY = {
     "29": {"train-j9lv4": "a random name", "y" * 58 + "9dc8x": "a random name"},
 }
 FAKE_NODES = {"08", "08b", "09", "13", "14"}
-"""Their nodes have no kubelet: pods are Running at once, without events."""
+"""Nodes without a kubelet: their pods are Running at once, without events."""
 
 TOLERANCE_S = 4.0
-"""Between recorded and played times: real controllers look every second or two."""
+"""Tolerance between recorded and played times: real controllers check every second or two."""
 
 SLOWER_S = {"06": 12, "08b": 20, "10": 18, "21": 12, "22": 12, "23": 5, "26": 16}
-"""More where the recorded kubelet looked every 10 s only, or a controller freed a pod with its next write."""
+"""More tolerance where the recorded kubelet checked every 10 s, or a controller freed a pod later."""
 
 OTHER_EVENTS = {
     "06": r"PodDisruptionBudget",
@@ -82,7 +80,7 @@ def number(replay):
 
 
 def compared(replay):
-    """Answers that are to be the same."""
+    """Answers that must be the same."""
     skipped = OTHER_ANSWER.get(number(replay), {})
     return [one for one in replay.answers if not any(part in one.step["request"]["path"] for part in skipped)]
 
@@ -95,7 +93,7 @@ def shown(text):
 
 
 def test_every_recording_is_here():
-    """A reduced copy of each, and nothing is left out without a reason."""
+    """Each recording has a reduced copy, and every omission has a reason."""
     assert len(SCENARIOS) == 35
     assert set(NOT_PLAYED) <= set(SCENARIOS)
 
@@ -155,7 +153,7 @@ def test_objects_have_the_recorded_fields(replay):
 
 
 def _flat(value, path=""):
-    """Leaves by path, random values taken out."""
+    """Leaves by path, without random values."""
     if isinstance(value, dict):
         return {
             key: text for name, inner in value.items() for key, text in _flat(inner, f"{path}.{name}").items()
@@ -170,14 +168,14 @@ def _flat(value, path=""):
 
 @pytest.mark.parametrize("kind", ["jobs", "pods"])
 def test_histories_are_the_recorded_ones(replay, kind):
-    """Each object went through the recorded states in the recorded order, as far as the recording goes."""
+    """Each object went through the recorded states in the recorded order, up to the end of the recording."""
     skipped = OTHER_HISTORY.get(number(replay), {})
     found = replay.histories(kind)
     for name, recorded in replay.recording[kind].items():
         if name in skipped:
             continue
         assert len(found.get(name, [])) >= len(recorded), name
-        # What came after in 08b ran on a node without a kubelet.
+        # In 08b the later part ran on a node without a kubelet.
         count = 1 if number(replay) == "08b" else len(recorded)
         for mine, theirs in zip(found[name], recorded[:count], strict=False):
             wanted = _without_start(theirs) if number(replay) in FAKE_NODES else theirs
@@ -201,7 +199,7 @@ def _without_start(history):
 
 
 def test_events_are_the_recorded_ones(replay):
-    """Whatever the recorded components said, the fake's say too."""
+    """The fake's components report the same events as the recorded ones."""
     skipped = OTHER_EVENTS.get(number(replay))
     recorded = {text for text in replay.recording["events"] if not (skipped and re.search(skipped, text))}
 

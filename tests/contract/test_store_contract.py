@@ -78,7 +78,7 @@ def store(place):
 
 
 def test_what_was_never_written_is_none(store):
-    """Absent is None for bytes and size, and an empty list for folders."""
+    """An absent file is None for bytes and size, and an empty list for folders."""
     assert store.read("a/b") is None
     assert store.size("a/b") is None
     assert store.names("a") == []
@@ -88,7 +88,7 @@ def test_what_was_never_written_is_none(store):
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 512])
 def test_what_was_written_is_read_back(store, data):
-    """Any bytes, none included."""
+    """Any bytes, also an empty file."""
     store.write("a/b", data)
 
     assert store.read("a/b") == data
@@ -96,7 +96,7 @@ def test_what_was_written_is_read_back(store, data):
 
 
 def test_the_last_write_counts(store):
-    """Writing goes over what was there, longer or shorter."""
+    """A write replaces the old content, whether longer or shorter."""
     store.write("a", b"long text")
     store.write("a", b"short")
 
@@ -104,7 +104,7 @@ def test_the_last_write_counts(store):
 
 
 def test_of_two_creators_one_wins(place, store):
-    """The second create says False, and what the first wrote stays."""
+    """The second create returns False, and the content of the first stays."""
     other = open_store(*place)
 
     assert store.create("events/000001.json", b"first") is True
@@ -114,7 +114,7 @@ def test_of_two_creators_one_wins(place, store):
 
 
 def test_a_deleted_name_can_be_created_again(store):
-    """Nothing of the old one is in the way."""
+    """A deleted file can be created again."""
     store.create("a", b"1")
     store.delete("a")
 
@@ -123,7 +123,7 @@ def test_a_deleted_name_can_be_created_again(store):
 
 
 def test_reading_is_bounded(store):
-    """Ten bytes are read when ten are allowed, and refused when nine are."""
+    """A limit of ten bytes allows ten bytes, a limit of nine refuses them."""
     store.write("a", b"0123456789")
 
     assert store.read("a", max_bytes=10) == b"0123456789"
@@ -133,7 +133,7 @@ def test_reading_is_bounded(store):
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_no_name_leaves_the_store(store, tmp_path, name):
-    """Every method refuses a name that is absolute, has a parent part, or is none."""
+    """Every method refuses a name that is absolute, has a parent part, or is empty."""
     (tmp_path / "file").write_bytes(b"x")
     calls = [
         lambda: store.read(name),
@@ -156,7 +156,7 @@ def test_no_name_leaves_the_store(store, tmp_path, name):
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_odd_names_are_kept_as_they_are(store, tmp_path, name):
-    """Percent signs, blanks, globs, quotes and other scripts mean nothing special."""
+    """Percent signs, blanks, globs, quotes and other scripts have no special meaning."""
     store.write(name, b"1")
 
     assert store.read(name) == b"1"
@@ -170,7 +170,7 @@ def test_odd_names_are_kept_as_they_are(store, tmp_path, name):
 
 
 def test_a_prefix_is_a_folder(store):
-    """``a`` holds ``a/...``, not ``ab/...``; a slash at its end changes nothing."""
+    """``a`` contains ``a/...``, not ``ab/...``; a trailing slash makes no difference."""
     for name in ["a/2", "a/1", "a/c/d/e", "ab/1", "b"]:
         store.write(name, b"")
 
@@ -183,7 +183,7 @@ def test_a_prefix_is_a_folder(store):
 
 
 def test_a_folder_is_no_file(store):
-    """Read, measured or deleted as if it were one, it is absent and stays."""
+    """A folder that is read, measured or deleted like a file is absent, and stays."""
     store.write("a/b", b"1")
 
     assert store.read("a") is None
@@ -205,7 +205,7 @@ def test_below_a_file_there_is_nothing(store):
 
 
 def test_deleting_is_repeatable_and_leaves_no_empty_folder(store):
-    """As in an object store, a folder is there as long as something is in it."""
+    """As in an object store, a folder exists as long as it contains something."""
     store.write("a/b/c", b"1")
     store.write("a/d", b"1")
 
@@ -218,7 +218,7 @@ def test_deleting_is_repeatable_and_leaves_no_empty_folder(store):
 
 
 def test_a_tree_is_deleted_and_nothing_else(store):
-    """Names that only begin alike, and the name of the folder itself, stay."""
+    """Names with the same beginning, and the name of the folder itself, stay."""
     for name in ["a/1", "a/b/manifest.json", "a/b/2", "ab/1", "c"]:
         store.write(name, b"")
 
@@ -230,7 +230,7 @@ def test_a_tree_is_deleted_and_nothing_else(store):
 
 
 def test_files_go_up_and_come_down_whole(store, tmp_path):
-    """Nine MiB, so that S3 takes it in two parts; over what was there."""
+    """Nine MiB, so that S3 gets it in two parts; it replaces an older file."""
     data = b"0123456789abcdef" * (9 << 16)
     (tmp_path / "up").write_bytes(data)
     (tmp_path / "small").write_bytes(b"small")
@@ -247,7 +247,7 @@ def test_files_go_up_and_come_down_whole(store, tmp_path):
 
 
 def test_an_empty_file_goes_up_and_comes_down(store, tmp_path):
-    """No bytes are a file too."""
+    """An empty file is a file too."""
     (tmp_path / "up").write_bytes(b"")
 
     store.put_file("empty", tmp_path / "up")
@@ -257,7 +257,7 @@ def test_an_empty_file_goes_up_and_comes_down(store, tmp_path):
 
 
 def test_what_is_absent_does_not_come_down(store, tmp_path):
-    """It is an error, what was at the target stays, and no part of a file is left beside it."""
+    """It is an error; the target keeps its content, and no partial file stays beside it."""
     folder = tmp_path / "target"
     folder.mkdir()
     (folder / "file").write_bytes(b"old")
@@ -270,7 +270,7 @@ def test_what_is_absent_does_not_come_down(store, tmp_path):
 
 
 def test_a_uri_opens_the_folder_again(place, store):
-    """What one stage publishes as a URI, the next opens."""
+    """A URI that one stage publishes opens in the next."""
     store.write("outputs/g1-a1-c1/model/%2E/a b", b"1")
     url, options = place
 
@@ -283,7 +283,7 @@ def test_a_uri_opens_the_folder_again(place, store):
 
 
 def test_a_run_sees_its_folder_only(place, store, tmp_path):
-    """Names are relative to the run, and its neighbour cannot be reached."""
+    """Names are relative to the run, and cannot reach its neighbour."""
     store.write("d/dag/run1/x", b"neighbour")
     run = for_run(store, "d/dag/run2")
     (tmp_path / "up").write_bytes(b"2")
@@ -320,7 +320,7 @@ def test_a_check_leaves_nothing_behind(store):
 
 
 def test_a_store_that_others_may_share_needs_a_deployment(place, store):
-    """A folder keeps a uuid for all who open it; any other store is refused, and the setting is named."""
+    """A folder keeps one uuid for all; any other store is refused with the name of the setting."""
     assert deployment_of(store, "prod") == "prod"
     if place[0].startswith("file:"):
         kept = deployment_of(store, None)
@@ -333,7 +333,7 @@ def test_a_store_that_others_may_share_needs_a_deployment(place, store):
 
 
 def test_of_two_events_with_one_number_one_stays(place, store):
-    """The loser is told, folds, and appends its own after it."""
+    """The loser gets the refusal, folds, and appends its own event after the winner's."""
     mine, other = EventLog(store, "run"), EventLog(open_store(*place), "run")
 
     won = mine.append(0, "generation", {"generation": 1, "spec_hash": "a"})
@@ -348,7 +348,7 @@ def test_of_two_events_with_one_number_one_stays(place, store):
 
 
 class LostAnswer:
-    """A store that loses the answer of its next create, after writing or before."""
+    """A store that loses the answer of its next create, before or after the write."""
 
     def __init__(self, store, *, written):
         """Lose the answer after the object was *written*, or lose the request itself."""
@@ -356,11 +356,11 @@ class LostAnswer:
         self._written = written
 
     def __getattr__(self, name):
-        """Everything else is the store's."""
+        """Everything else goes to the store."""
         return getattr(self._store, name)
 
     def create(self, name, data):
-        """Write, perhaps, and say nothing."""
+        """Write, unless the request is lost, and fail."""
         if self._written:
             self._store.create(name, data)
         raise StoreError("the answer was lost", transient=True)
@@ -377,7 +377,7 @@ def test_an_event_whose_answer_was_lost_is_recognised(store):
 
 
 def test_a_lost_answer_hides_no_winner(store):
-    """Another's event at that number is a lost race, not an error."""
+    """If the number has another writer's event, the race is lost: that is not an error."""
     theirs = EventLog(store, "run").append(0, "generation", {"generation": 1, "spec_hash": "a"})
 
     assert EventLog(LostAnswer(store, written=True), "run").append(0, "failed", {"reason": "x"}) is None
@@ -385,7 +385,7 @@ def test_a_lost_answer_hides_no_winner(store):
 
 
 def test_an_event_that_did_not_arrive_is_an_error(store):
-    """Nothing at the number: it cannot be told whether it will still appear."""
+    """The number has no event, and it may or may not appear later."""
     log = EventLog(LostAnswer(store, written=False), "run")
 
     with pytest.raises(StoreError, match="the answer was lost"):
@@ -393,7 +393,7 @@ def test_an_event_that_did_not_arrive_is_an_error(store):
 
 
 def test_a_store_that_is_away_is_an_error_that_passes():
-    """Nobody listens at the endpoint: not absent, not empty, worth another try."""
+    """The endpoint is closed: the file is neither absent nor empty, and a retry may succeed."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]

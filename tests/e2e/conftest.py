@@ -1,4 +1,4 @@
-"""One real Airflow for all e2e tests of a worker, and what the tests ask of a run in it."""
+"""One real Airflow for all e2e tests of a worker, and what the tests check in its runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from envscaler_airflow.store.checkpoints import complete_checkpoints
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 if TYPE_CHECKING:
-    from fakes.kubernetes import Cluster  # the suite for real clusters lies below, and needs none of it
+    from fakes.kubernetes import Cluster  # the suite for real clusters is below, and works without it
 
 DAGS = Path(__file__).parent / "dags"
 NAMESPACE = "ml"
 """Where stages on the cluster run."""
 CANARIES = {"connection": "canary-k7Qp2wZx", "env": "canary-Vb93mLtR", "variable": "canary-T5hyN8sd"}
-"""Secrets that must be found nowhere, by where they come from."""
+"""Secrets that no file or log may contain, by their source."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,20 +46,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def canaries() -> dict[str, str]:
-    """Secrets that must be found nowhere, by where they come from."""
+    """Secrets that no file or log may contain, by their source."""
     return CANARIES
 
 
 @pytest.fixture(scope="session")
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the gates at which ``dags/held.py`` holds a slice."""
+    """Folder of the gates at which ``dags/held.py`` stops an execution."""
     return tmp_path_factory.mktemp("gates")
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of two nodes whose containers are processes of this machine, with a namespace for stages."""
-    from fakes.kubernetes import Cluster  # only what asks for this cluster needs it
+    from fakes.kubernetes import Cluster  # only tests of this cluster need it
     from fakes.kubernetes.processes import Processes  # same
 
     executor = Processes(tmp_path_factory.mktemp("cluster"))
@@ -68,7 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def way_in(cluster: Cluster, home: Path) -> str:
-    """The connection to *cluster* that a deployment would have: no rights but those that are shipped."""
+    """The connection to *cluster* as in a deployment: with the shipped rights alone."""
     rules = [rule for document in rbac(NAMESPACE) for rule in document.get("rules", ())]
     path = cluster.kubeconfig(home / "kubeconfig", token=cluster.user("airflow", rules), namespace=NAMESPACE)
     store = home / "store"
@@ -94,16 +94,16 @@ def airflow(
     connection = way_in(cluster, home)
     given = {
         "AIRFLOW_CONN_CLUSTER": connection,
-        "AIRFLOW_CONN_KUBERNETES_DEFAULT": connection,  # of the example that clears up
+        "AIRFLOW_CONN_KUBERNETES_DEFAULT": connection,  # of the example that reaps
         "E2E_GATES": str(gates),
         "E2E_CANARY": CANARIES["env"],
         "AIRFLOW_CONN_CANARY": f"generic://someone:{CANARIES['connection']}@nowhere",
         "AIRFLOW_VAR_CANARY_JSON": json.dumps({"token": CANARIES["variable"]}),
     }
     config = {
-        # A killed worker is noticed sooner than with the services' own setting: many tests wait for that.
+        # Many tests wait until a killed worker is noticed: sooner than with the services' own setting.
         "scheduler": {"task_instance_heartbeat_timeout": "12"},
-        # No test edits a DAG file, so each is parsed once. Chosen: longer than the tests of a worker take.
+        # No test edits a DAG file, so each is parsed once. Chosen: longer than a worker's tests take.
         "dag_processor": {"min_file_process_interval": "3600"},
     }
     with AirflowServices(home, DAGS, given, config=config) as services:
@@ -150,14 +150,14 @@ class Run:
         return self.airflow.wait(ask, timeout_s=timeout_s, what=f"{self.run_id}: {what}", every_s=0.2)
 
     def steps(self) -> list[tuple[int, int, int]]:
-        """``(generation, attempt, step)`` in the order in which they were made."""
+        """``(generation, attempt, step)`` in the order of the steps."""
         if not self.ledger.exists():
             return []
         rows = (line.split() for line in self.ledger.read_text().splitlines())
         return [(int(row[0]), int(row[1]), int(row[2])) for row in rows]
 
     def wait_step(self, step: int, *, attempt: int | None = None, timeout_s: float = 120) -> None:
-        """Return once *step* was made (by *attempt*)."""
+        """Return once *step* is done (by *attempt*)."""
         self.until(
             f"step {step}",
             lambda: any(s >= step and attempt in (None, a) for _, a, s in self.steps()),
@@ -184,19 +184,19 @@ class Run:
         return self.log().read()
 
     def state(self) -> RunState:
-        """Their fold."""
+        """The state folded from the run's events."""
         return self.log().load()
 
     def gate(self, point: str) -> Path:
-        """Where a slice is held: ``before`` or ``after`` the backend was called."""
+        """Stop an execution ``before`` or ``after`` the call of the backend."""
         return self.gates / f"{self.run_id}.{point}"
 
     def wait_held(self, point: str) -> None:
-        """Return once a slice stands at the gate."""
+        """Return once an execution has reached the gate."""
         self.until(f"gate {point}", self.gate(point).with_suffix(f".{point}.reached").exists)
 
     def open_gates(self) -> None:
-        """Let slices pass."""
+        """Open the gates."""
         for point in ("before", "after", "delivered", "unanswered", "asleep", "asleep.reached"):
             self.gate(point).unlink(missing_ok=True)
 
@@ -218,7 +218,7 @@ class Run:
         return any(f"/{attempt_name(self._request(attempt))}/" in spool for attempt in self.state().attempts)
 
     def _request(self, attempt: AttemptState) -> AttemptRequest:
-        """As much of what the backend was asked for as its folder's name depends on."""
+        """The part of the backend's request that determines its folder's name."""
         return AttemptRequest(
             store_url=self.store.url,
             run_prefix=self.key.prefix,
@@ -230,25 +230,25 @@ class Run:
         )
 
     def pods(self) -> list[dict[str, Any]]:
-        """Pods of this run that are not over."""
-        from fakes.kubernetes import PODS  # only what asks for this cluster needs it
+        """Pods of this run that have not ended."""
+        from fakes.kubernetes import PODS  # only tests of this cluster need it
 
         mine = names.run_hash(self.store.url, self.key.prefix)
         pods = [pod for pod in self.cluster.list(PODS, NAMESPACE) if _label(pod, names.RUN) == mine]
         return [pod for pod in pods if pod["status"].get("phase") in ("Pending", "Running")]
 
     def lives(self) -> list[Any]:
-        """Whatever may make steps of this run."""
+        """Processes and pods that could make steps of this run."""
         return [*self.processes(), *self.pods()]
 
     def wait_gone(self, *, timeout_s: float = 120) -> None:
-        """Return once nothing of this run is left that may make steps."""
+        """Return once nothing of this run can make steps any more."""
         self.until("nothing lives", lambda: not self.lives(), timeout_s=timeout_s)
 
     def check(self) -> None:
-        """At most one live attempt ever, nothing of it left, and no committed step made again.
+        """At most one live attempt ever, nothing of it left, and no committed step repeated.
 
-        A committed step is one that a complete checkpoint holds: the next attempt starts there.
+        A committed step is in a complete checkpoint: the next attempt starts there.
         """
         self._check_one_at_a_time()
         self._check_resumes()
@@ -288,13 +288,13 @@ class Starter:
     def __init__(
         self, airflow: AirflowServices, cluster: Cluster, gates: Path, folder: Path, name: str
     ) -> None:
-        """Ledgers go to *folder*; run ids begin with the test's *name*."""
+        """Write ledgers to *folder*; run ids begin with the test's *name*."""
         self._airflow, self.cluster, self._gates, self._folder = airflow, cluster, gates, folder
         self._name = re.sub(r"[^a-zA-Z0-9_]", "_", name)[:50]
         self._runs: list[Run] = []
 
     def __call__(self, dag_id: str, *, held: str | None = None, **conf: Any) -> Run:
-        """One DAG run with *conf* as params, held at a gate if told so."""
+        """One DAG run with *conf* as params, stopped at a gate on request."""
         number = len(self._runs)
         run_id = f"{self._name}_{number}_{os.getpid()}"
         ledger = self._folder / f"ledger-{number}"
@@ -306,7 +306,7 @@ class Starter:
         return run
 
     def end(self) -> None:
-        """Leave no slice at a gate."""
+        """Leave no execution at a gate."""
         for run in self._runs:
             run.open_gates()
 
@@ -329,7 +329,7 @@ def begin(
 def finished(
     airflow: AirflowServices, cluster: Cluster, gates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """A stage of one step that has succeeded, for tests that only look at one."""
+    """A stage of one step that has succeeded, for tests that only read its results."""
     run = Starter(airflow, cluster, gates, tmp_path_factory.mktemp("finished"), "finished")("stage", steps=1)
     assert run.wait_end() == "success"
     return run

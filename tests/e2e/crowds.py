@@ -1,4 +1,4 @@
-"""Scenarios that play at the same time, since each of them mostly waits."""
+"""Scenarios that run at the same time, since each of them mostly waits."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ class Scenarios(dict[str, Callable]):
     """Those of a module, by the name of their test; the fixture ``crowd`` plays them.
 
     Args:
-        at_once: How many play at the same time. Two stages of one CPU each fit on a machine of two; pods of
+        at_once: How many run at the same time. Two stages of one CPU each fit on a machine of two; pods of
             the fake cluster are not counted there.
     """
 
     def __init__(self, at_once: int = 2) -> None:
-        """Begin with none."""
+        """Start empty."""
         super().__init__()
         self.at_once = at_once
 
     def together(self, scenario: Callable) -> Callable:
-        """A test that waits for *scenario*, which plays beside others."""
+        """A test that waits for *scenario*, which runs beside others."""
         self[scenario.__name__] = scenario
 
         def test(crowd: dict) -> None:

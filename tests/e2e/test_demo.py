@@ -1,4 +1,4 @@
-"""The demo, interrupted: whatever it had started by then is gone, its home too."""
+"""An interrupted demo leaves nothing that it started, not even its home."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ class Interrupted:
         self.lines = []
 
     def wait_for(self, words):
-        """Read on until a line has *words*."""
+        """Read until a line contains *words*."""
         for line in self.process.stdout:
             self.lines.append(line)
             if words in line:
@@ -42,7 +42,7 @@ class Interrupted:
 
     @property
     def home(self):
-        """Its throwaway home."""
+        """Its temporary home."""
         (home,) = self.folder.glob("envscaler-demo-*")
         return home
 
@@ -60,7 +60,7 @@ def demo(tmp_path):
 
 @pytest.mark.timeout(420)
 def test_runs_on_a_cluster(tmp_path, cluster):
-    """Of the current context: every stage in pods, one of which is evicted; nothing of it is left there."""
+    """On the current context every stage runs in pods, one of them evicted; the demo leaves nothing there."""
     store = tmp_path / "store"
     store.mkdir()
     env = {name: value for name, value in os.environ.items() if name != MARK} | {
@@ -94,9 +94,9 @@ def test_runs_on_a_cluster(tmp_path, cluster):
     ],
 )
 def test_leaves_no_process_behind(demo, words, number, code):
-    """At the start, in the middle of a stage, and when it cannot say goodbye: the guard does it then."""
+    """At the start, during a stage, and on SIGKILL: in that case the guard cleans up."""
     demo.wait_for(words)
-    time.sleep(3)  # services and training are on their way
+    time.sleep(3)  # services and training are starting
     home = demo.home
     before = belonging_to(home)
 
@@ -104,7 +104,7 @@ def test_leaves_no_process_behind(demo, words, number, code):
 
     assert demo.process.wait(timeout=60) == code
     give_up = time.monotonic() + 20
-    # A killed process that the kernel is taking down has no environment any more and still lives.
+    # A killed process that the kernel is removing has no environment any more but is still alive.
     while (belonging_to(home) or any(map(_lives, before))) and time.monotonic() < give_up:
         time.sleep(0.2)
     assert before

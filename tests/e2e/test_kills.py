@@ -1,4 +1,4 @@
-"""Whatever is killed, cleared or deleted: one live attempt at most, no orphan, no committed step lost."""
+"""After any kill, clear or deletion: one live attempt at most, no orphan, no committed step lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from e2e.crowds import Scenarios
 
 LONG = 600
-"""Steps that no test waits for."""
+"""More steps than any test waits for."""
 SCENARIOS = Scenarios()
 together = SCENARIOS.together
 
@@ -22,7 +22,7 @@ def kill_slice(run) -> None:
 
 @together
 def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
-    """The trigger's on_kill asks the attempt to save and go; the task stays failed."""
+    """The trigger's on_kill asks the attempt to save and stop; the task stays failed."""
     run = begin("stage", steps=LONG)
     run.wait_step(3)
 
@@ -38,7 +38,7 @@ def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
 
 @together
 def test_mark_failed_during_a_worker_slice_leaves_nothing_behind(begin: Callable):
-    """The slice is killed between intent and act: nothing was started, and nothing will be."""
+    """The execution is killed between intent and act: nothing starts, then or later."""
     run = begin("held", held="before", steps=LONG)
     run.wait_held("before")
 
@@ -54,7 +54,7 @@ def test_mark_failed_during_a_worker_slice_leaves_nothing_behind(begin: Callable
 
 @together
 def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
-    """The slice dies before it recorded the start: nobody renews the lease, so the sidecar ends it all."""
+    """The execution dies before it records the start: the lease is not renewed, so the sidecar ends all."""
     run = begin("orphaned", held="after", steps=LONG)
     run.wait_held("after")
 
@@ -69,7 +69,7 @@ def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
 
 @together
 def test_worker_killed_between_intent_and_act_with_retries(begin: Callable):
-    """The next try finds the intent and carries it out, also where the DAG run was set to queued (A1)."""
+    """The next try finds the intent and carries it out, also if the DAG run was set to queued (A1)."""
     run = begin("held", held="before", steps=10)
     run.wait_held("before")
 
@@ -100,7 +100,7 @@ def test_worker_killed_after_the_act_with_retries(begin: Callable):
 
 @together
 def test_worker_killed_without_retries_leaves_no_machine(begin: Callable):
-    """Nobody comes back: the machine is gone within ``orphan_after``."""
+    """No try returns: the machine is gone within ``orphan_after``."""
     run = begin("orphaned", held="after", steps=LONG)
     run.wait_held("after")
 
@@ -115,7 +115,7 @@ def test_worker_killed_without_retries_leaves_no_machine(begin: Callable):
 
 @together
 def test_clear_while_a_slice_runs(begin: Callable):
-    """The old slice is killed and the new try carries its intent out."""
+    """The old execution is killed and the new try carries its intent out."""
     run = begin("held", held="before", steps=10)
     run.wait_held("before")
 
@@ -130,7 +130,7 @@ def test_clear_while_a_slice_runs(begin: Callable):
 
 @together
 def test_clear_while_deferred_adopts_the_attempt(begin: Callable):
-    """The training is not disturbed: the new try owns it."""
+    """The training continues: the new try owns it."""
     run = begin("stage", steps=100)
     run.wait_checkpoint()
 
@@ -145,7 +145,7 @@ def test_clear_while_deferred_adopts_the_attempt(begin: Callable):
 
 @together
 def test_clear_after_success_begins_a_new_generation(begin: Callable):
-    """What was delivered is done again from the start, not from its last checkpoint."""
+    """A delivered stage restarts from the beginning, not from its last checkpoint."""
     run = begin("stage", steps=8)
     assert run.wait_end() == "success"
 
@@ -164,7 +164,7 @@ def test_deferral_timeout_saves_and_a_clear_goes_on(begin: Callable):
 
     assert run.wait_end() == "failed"
     assert run.state().failure == "timeout"
-    for _ in range(3):  # each has the whole time again
+    for _ in range(3):  # each attempt has the whole time again
         run.airflow.clear(run.dag_id, run.run_id, ["train"])
         run.until("it goes on", lambda: run.state().status == "active")
         if run.wait_end() == "success":
@@ -194,9 +194,9 @@ def test_dag_run_deleted_while_training_and_made_again(begin: Callable):
 
 @together
 def test_dag_run_deleted_after_success_and_made_again(begin: Callable):
-    """The result of the deleted DAG run is not handed over again, however soon.
+    """The result of the deleted DAG run is not delivered again, even right after the deletion.
 
-    Airflow may take the old try's late "finished" for the new one's, and fail that unstarted.
+    Airflow may take the old try's late "finished" for the new one's, and fail the new one before it starts.
     """
     run = begin("stage", steps=5)
     assert run.wait_end() == "success"
@@ -213,7 +213,7 @@ def test_dag_run_deleted_after_success_and_made_again(begin: Callable):
 
 
 def test_triggerer_killed_during_training(begin: Callable):
-    """Training goes on meanwhile, and no line of its log is shown twice."""
+    """Training continues meanwhile, and no line of its log is shown twice."""
     run = begin("stage", steps=100)
     run.wait_step(5)
 
@@ -229,7 +229,7 @@ def test_triggerer_killed_during_training(begin: Callable):
 
 
 def test_two_triggerers_for_a_moment(begin: Callable):
-    """One stands still until another has taken its triggers, and then goes on: one event counts."""
+    """One triggerer stops until another has taken its triggers, then continues: one event counts."""
     run = begin("stage", steps=100)
     run.wait_step(5)
 

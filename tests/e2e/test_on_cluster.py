@@ -1,4 +1,4 @@
-"""Stages on a cluster under a real Airflow: by connection, in pods that truly train."""
+"""Stages on a cluster under a real Airflow: by connection, with real training in pods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from e2e.crowds import Scenarios
 from fakes.kubernetes import Cluster
 
 LONG = 600
-"""Steps that no test waits for."""
+"""More steps than any test waits for."""
 SCENARIOS = Scenarios(at_once=3)
 together = SCENARIOS.together
 
@@ -19,7 +19,7 @@ def shown(run) -> list[str]:
 
 
 def training_pod(run, *, after: dict | None = None) -> dict:
-    """The pod that makes steps, another than *after*."""
+    """The pod that makes steps, other than *after*."""
     old = after["metadata"]["uid"] if after else None
 
     def trains() -> dict | None:
@@ -35,7 +35,7 @@ def training_pod(run, *, after: dict | None = None) -> dict:
 
 @together
 def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
-    """The sensor looks at the cluster of its stage; no step is lost or made twice."""
+    """The sensor finds the cluster of its stage; no step is lost or made twice."""
     run = begin("moved_on_cluster", steps=400, pause=0.25)
 
     state = run.wait_end(timeout_s=200)
@@ -54,7 +54,7 @@ def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
 
 @together
 def test_a_stage_trains_in_a_pod(begin: Callable):
-    """Its output is in the task's log, once; outputs and report are in XCom; its pod is gone."""
+    """The task's log has the output once; outputs and report are in XCom; the pod is gone."""
     run = begin("on_cluster", steps=20)
 
     state = run.wait_end()
@@ -70,7 +70,7 @@ def test_a_stage_trains_in_a_pod(begin: Callable):
 
 @together
 def test_mark_failed_ends_the_pod(begin: Callable):
-    """The trigger's on_kill asks the attempt to save and go; nobody has to come back for its Job."""
+    """The trigger's on_kill asks the attempt to save and stop; removing its Job needs no further try."""
     run = begin("on_cluster", steps=LONG)
     run.wait_step(3)
 
@@ -85,7 +85,7 @@ def test_mark_failed_ends_the_pod(begin: Callable):
 
 @together
 def test_a_deleted_dag_run_leaves_no_pod(begin: Callable):
-    """Its stage is asked to go as if it had been marked."""
+    """The owner drains its stage as after "mark failed"."""
     run = begin("on_cluster", steps=LONG)
     run.wait_step(3)
 
@@ -98,7 +98,7 @@ def test_a_deleted_dag_run_leaves_no_pod(begin: Callable):
 
 @together
 def test_a_clear_adopts_the_pod(begin: Callable):
-    """The training is not disturbed: the new try owns its Job."""
+    """The training continues: the new try owns its Job."""
     run = begin("on_cluster", steps=60)
     run.wait_checkpoint()
 
@@ -114,7 +114,7 @@ def test_a_clear_adopts_the_pod(begin: Callable):
 
 @together
 def test_an_image_that_does_not_exist_fails_the_task(begin: Callable):
-    """At once, for good, and with the kubelet's words: no retry brings it."""
+    """It fails at once, for good, and with the kubelet's words: no retry would help."""
     begin.cluster.images.missing("nowhere/*")
     run = begin("on_cluster", steps=5, image="nowhere/at-all:1")
 
@@ -144,7 +144,7 @@ def test_the_example_that_clears_up_leaves_what_is_owned(begin: Callable):
 
 
 def test_a_stage_outlives_what_happens_to_its_machines(begin: Callable, cluster: Cluster):
-    """No room at first, a pod evicted, a node gone, a triggerer killed: one attempt, resumed each time."""
+    """No capacity at first, an evicted pod, a lost node, a killed triggerer: one attempt that resumes."""
     cluster.node("node-0").cordon()
     cluster.node("node-1").cordon()
     run = begin("on_cluster", steps=120, save_every=10)
@@ -159,7 +159,7 @@ def test_a_stage_outlives_what_happens_to_its_machines(begin: Callable, cluster:
     cluster.node("node-1").cordon(on=False)
     run.airflow.kill("triggerer")
     cluster.node("node-0").vanish()
-    cluster.advance(60)  # until its pods are given up
+    cluster.advance(60)  # until its pods are deleted
     third = training_pod(run, after=second)
     run.airflow.restart("triggerer")
     cluster.add_node("node-0")
@@ -168,7 +168,7 @@ def test_a_stage_outlives_what_happens_to_its_machines(begin: Callable, cluster:
     assert [(a.number, a.outcome) for a in run.state().attempts] == [(1, "succeeded")]
     log = shown(run)
     assert [pod["spec"]["nodeName"] for pod in (first, second, third)] == ["node-0", "node-0", "node-1"]
-    # What the second pod printed may be gone with its node: output is uploaded every 10 s.
+    # The second pod's output may be lost with its node: output is uploaded every 10 s.
     first_start, *later = [int(line.split()[-1]) for line in log if line.startswith("starts at step")]
     assert first_start == 0
     assert later

@@ -56,7 +56,7 @@ class Tab:
     """The tab of one task instance."""
 
     def __init__(self, browser: webdriver.Chrome, run: Run) -> None:
-        """Open the task instance as a person does, and its tab."""
+        """Open the task instance as a user does, and its tab."""
         self.browser = browser
         self.wait = WebDriverWait(browser, 60)
         path = f"/dags/{run.dag_id}/runs/{quote(run.run_id, safe='')}/tasks/train"
@@ -64,7 +64,7 @@ class Tab:
         self.wait.until(until.element_to_be_clickable((By.LINK_TEXT, TAB))).click()
 
     def text(self, words: str) -> str:
-        """What the page says, once it says *words*."""
+        """Text of the page, once it contains *words*."""
         self.browser.switch_to.default_content()
         frame = self.wait.until(
             until.presence_of_element_located((By.CSS_SELECTOR, f"iframe[title='{TAB}']"))
@@ -75,7 +75,7 @@ class Tab:
 
 
 def test_a_person_follows_a_stage_to_its_end(browser: webdriver.Chrome, begin: Callable):
-    """A tab of the task: while it runs, and by itself once it is over; nothing is refused or missing."""
+    """The task has a tab, during the run and after it; nothing is refused or missing."""
     steps = 560 if PICTURE else 60
     run = begin("scaled" if PICTURE else "stage", steps=steps, pause=0.25)
     run.wait_step(3)
@@ -83,7 +83,7 @@ def test_a_person_follows_a_stage_to_its_end(browser: webdriver.Chrome, begin: C
     tab = Tab(browser, run)
     live = tab.text("Training: active")
     run.wait_end(timeout_s=200)
-    over = tab.text("Training: succeeded")  # the page asks again by itself
+    over = tab.text("Training: succeeded")  # the page refreshes itself
 
     assert "local/cpu-1" in live
     assert f"{steps} of {steps}" in over
@@ -101,7 +101,7 @@ def test_a_person_follows_a_stage_to_its_end(browser: webdriver.Chrome, begin: C
 
 
 def test_the_page_is_dark_where_the_reader_is(browser: webdriver.Chrome, finished: Run):
-    """By what the browser prefers."""
+    """The page follows the browser's preference."""
     query = f"run_id={quote(finished.run_id)}&task_id=train"
     address = f"{finished.airflow.url}/envscaler/dags/stage/training?{query}"
     seen = []
@@ -115,7 +115,7 @@ def test_the_page_is_dark_where_the_reader_is(browser: webdriver.Chrome, finishe
 
 
 def test_a_task_that_does_not_train_says_so(finished: Run):
-    """Every task has the tab; one that is no stage has no run."""
+    """Every task has the tab; for a task that is not a stage it shows no run."""
     address = f"{finished.airflow.url}/envscaler/dags/stage/training"
 
     answer = httpx.get(address, params={"run_id": finished.run_id, "task_id": "other"})

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def test_airflow_lists_provider_and_plugin(airflow: AirflowServices):
-    """And nothing failed to import, DAG files included."""
+    """No import fails, DAG files included."""
     providers = airflow.call("GET", "/providers", limit=100)["providers"]
     plugins = airflow.call("GET", "/plugins", limit=100)["plugins"]
 
@@ -23,7 +23,7 @@ def test_airflow_lists_provider_and_plugin(airflow: AirflowServices):
 
 
 def test_a_store_connection_can_be_tested_from_the_ui(airflow: AirflowServices):
-    """The button says what was tried, and what is wrong when it is."""
+    """The button reports what it tried, and any error."""
 
     def tried(url: str) -> dict:
         body = {
@@ -42,7 +42,7 @@ def test_a_store_connection_can_be_tested_from_the_ui(airflow: AirflowServices):
 
 
 def test_a_stage_links_to_its_folder_in_the_store(finished: Run):
-    """Once its first slice has opened it."""
+    """The link exists once the first execution has opened the store."""
     path = f"/dags/{finished.dag_id}/dagRuns/{finished.run_id}/taskInstances/train/links"
 
     links = finished.airflow.call("GET", path)["extra_links"]

@@ -11,7 +11,7 @@ together = SCENARIOS.together
 
 
 def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
-    """It asks, the owner accepts and moves; no step is lost or made twice, and the summary says so.
+    """The sensor requests, the owner moves; no step is lost or repeated, and the summary shows it.
 
     Alone, before the crowd begins: the faster offer is all of a machine of two CPUs.
     The owner may refuse at first: it judges on fresh facts, and just then the stage may be saving.
@@ -36,7 +36,7 @@ def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
 
 @together
 def test_the_sensor_succeeds_though_the_stage_failed(begin: Callable):
-    """The stage's last lines and exit code are in its own log; the sensor tells how it ended."""
+    """The stage's last lines and exit code are in its own log; the sensor reports how it ended."""
     run = begin("scaled", steps=20, fail_at=3)
 
     run.wait("failed")

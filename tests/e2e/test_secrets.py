@@ -1,4 +1,4 @@
-"""A secret that is given by reference reaches the training and nothing else."""
+"""A secret by reference reaches the training and no other place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def holding(home: Path, canaries: dict[str, str]) -> Iterator[Path]:
-    """Files below *home* that hold one of the canaries."""
+    """Files below *home* that contain one of the canaries."""
     for path in home.rglob("*"):
         if path.is_file() and not path.is_symlink():
             data = path.read_bytes()
@@ -17,7 +17,7 @@ def holding(home: Path, canaries: dict[str, str]) -> Iterator[Path]:
 
 
 def test_secrets_by_reference_are_found_nowhere(begin: Callable, canaries: dict[str, str]):
-    """The training had them and printed them; store, logs, database, XCom and rendered fields have not."""
+    """The training had and printed them; store, logs, database, XCom and rendered fields lack them."""
     run = begin("secret")
 
     state = run.wait_end()

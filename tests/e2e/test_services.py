@@ -20,7 +20,7 @@ def test_a_plain_deferrable_dag_runs_to_its_end(airflow: AirflowServices):
 
 
 def test_a_deferred_task_goes_on_after_the_triggerer_was_killed(airflow: AirflowServices):
-    """The killed triggerer is really gone, and the new one picks the trigger up."""
+    """The killed triggerer is gone, and the new one picks the trigger up."""
     run_id = airflow.trigger_dag("plain", conf={"seconds": 6})
     airflow.wait_for_task("plain", run_id, "defers", "deferred")
 

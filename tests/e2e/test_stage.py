@@ -1,4 +1,4 @@
-"""A stage runs under a real Airflow: deferred, its log shown, its outputs handed over."""
+"""A stage runs under a real Airflow: it defers, shows its log and publishes its outputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ together = SCENARIOS.together
 
 @together
 def test_a_stage_succeeds_and_hands_its_outputs_over(begin: Callable):
-    """XCom holds the outputs by name and the report; the task log holds what the training printed, once (F2).
+    """XCom contains outputs by name and the report; the task log has the training's output, once (F2).
 
-    *Rendered Templates* shows every parameter that the run was made with, defaults too (F14).
+    *Rendered Templates* shows every parameter of the run, defaults too (F14).
     """
     run = begin("stage", steps=20)
 

@@ -1,4 +1,4 @@
-"""On a real Airflow: a retry is not a clear, a clear of another task neither, and which try may act."""
+"""On a real Airflow: a retry is not a clear, nor is a clear of another task; and which try may act."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from e2e.crowds import Scenarios
 from envscaler_airflow.owner.request import request_stop
 
 LONG = 600
-"""Steps that no test waits for."""
+"""More steps than any test waits for."""
 SCENARIOS = Scenarios()
 together = SCENARIOS.together
 
@@ -25,7 +25,7 @@ def kill_execution(run) -> None:
 
 
 def is_over(pid: int) -> bool:
-    """The process has ended; no parent may be left that waits for it."""
+    """The process has ended, also if its parent is gone and does not wait for it."""
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
@@ -47,7 +47,7 @@ def types(run) -> list[str]:
 
 
 def goes_on(run) -> None:
-    """The next attempt starts from the last checkpoint of the first; then it is ended for good."""
+    """The next attempt starts from the last checkpoint of the first, and is then ended for good."""
     run.wait_step(3, attempt=2)
     run.wait("deferred")
     run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
@@ -59,7 +59,7 @@ def goes_on(run) -> None:
 
 @together
 def test_retries_of_a_recreated_dag_run_go_on(begin: Callable):
-    """Deleted after its third try and created again; its first try is lost before it begins (A1)."""
+    """The DAG run is recreated after the third try; its first try is lost before it starts (A1)."""
     run = begin("held", steps=LONG)
     run.wait_step(3)
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_machines_that_do_not_answer_use_up_no_retry(begin: Callable):
 
 @together
 def test_a_retry_of_a_cancelled_run_halts(begin: Callable):
-    """The worker dies before it acts on it, and a sibling is cleared; a clear of the task goes on (A3)."""
+    """The worker dies before it acts on the cancel, and a sibling is cleared; a clear resumes it (A3)."""
     run = begin("held", held="after", steps=LONG)
     run.wait_held("after")
     run.wait_checkpoint()
@@ -145,7 +145,7 @@ def test_a_retry_of_a_cancelled_run_halts(begin: Callable):
 
 @together
 def test_a_clear_while_a_worker_runs_a_cancelled_task_goes_on(begin: Callable):
-    """Airflow sets ``max_tries`` once the executor says that the old try is gone: that is a clear (A3)."""
+    """Airflow sets ``max_tries`` once the executor reports the old try as gone: that is a clear (A3)."""
     run = begin("held", held="after", steps=LONG)
     run.wait_held("after")
     run.wait_checkpoint()
@@ -181,7 +181,7 @@ def test_a_crash_right_after_the_delivery_trains_nothing_again(begin: Callable):
 
 
 def test_two_schedulers(begin: Callable):
-    """A second one beside the first: the stage is begun once, and each step is made once."""
+    """A second scheduler beside the first: the stage starts once, and makes each step once."""
     run = begin("stage", steps=100)
     run.wait_step(3)
 

@@ -1,4 +1,4 @@
-"""Files as training code writes them: whole zips, safetensors, a Hugging Face state."""
+"""Files as training code writes them: complete zips, safetensors, a Hugging Face state."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def safetensors(size, *, claimed=None):
 
 
 def hdf5(size, *, claimed=None):
-    """A file of *size* bytes as h5py writes it, whose superblock of version 0 claims another size."""
+    """A file of *size* bytes as h5py writes it; its superblock of version 0 claims another size."""
     head = b"\x89HDF\r\n\x1a\n" + bytes((0, 0, 0, 0, 0, 8, 8, 0)) + bytes(24)
     return (head + struct.pack("<Q", claimed or size)).ljust(size, b"w")
 

@@ -1,4 +1,4 @@
-"""Lives of a training one after the other, without a sidecar: each goes on from the newest checkpoint."""
+"""Attempts of a training one after another, without a sidecar: each resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from envscaler_agent.protocol import Control, parse_checkpoint_name
 
 
 class Life:
-    """One attempt: a command on an spool folder of its own, going on from *restore*."""
+    """One attempt: a command with its own spool folder, resumed from *restore*."""
 
     def __init__(self, folder, command, *, attempt=1, restore=None, every=None, env=None):
-        """Lay out the spool folder and start the process."""
+        """Create the spool folder and start the process."""
         self.spool = folder / f"a{attempt}"
         (self.spool / "checkpoints").mkdir(parents=True)
         session = {"generation": 1, "attempt": attempt, "node": 0, "nodes": 1, "every": every}
@@ -37,7 +37,7 @@ class Life:
             )
 
     def take_checkpoints(self):
-        """Do what the sidecar does; True while the process lives."""
+        """Do the sidecar's work; True while the process lives."""
         alive = self.process.poll() is None
         complete = [path for path in (self.spool / "checkpoints").iterdir() if _is_new(path)]
         for path in sorted(complete, key=lambda each: parse_checkpoint_name(each.name)[1]):
@@ -48,7 +48,7 @@ class Life:
         return alive
 
     def until(self, count):
-        """Let it run until it has saved *count* times; False when it ended before."""
+        """Let it run until it has saved *count* times; False when it ended earlier."""
         begin, seen = self.newest, set()
         while self.take_checkpoints():
             seen.add(self.newest)
@@ -58,7 +58,7 @@ class Life:
         return False
 
     def lose(self):
-        """SIGKILL to every process at once, as when a machine is taken away."""
+        """SIGKILL to every process at once, as when a machine is lost."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=10)

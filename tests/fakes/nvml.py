@@ -15,7 +15,7 @@ NAME = "libnvidia-ml.so.1"
 
 
 def build(folder: Path) -> Path:
-    """The library below *folder*, under the name that pynvml asks the loader for."""
+    """The library below *folder*, under the name that pynvml loads."""
     library = folder / NAME
     flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
     subprocess.run(["gcc", *flags, "-o", str(library), str(SOURCE)], check=True)
@@ -26,18 +26,18 @@ class Driver:
     """A library and its script.
 
     Attributes:
-        environ: What a process needs to find both.
+        environ: Variables with which a process finds both.
     """
 
     def __init__(self, library: Path, script: Path) -> None:
-        """Begin with one GPU that has nothing special."""
+        """Start with one ordinary GPU."""
         self._library = library
         self._script = script
         self.environ = {"LD_LIBRARY_PATH": str(library.parent), "NVML_STUB": str(script)}
         self.say()
 
     def say(self, *lines: str) -> None:
-        """Script it anew; calls that are under way see it too."""
+        """Replace the script; calls in progress see it too."""
         new = self._script.with_suffix(".new")
         new.write_text("".join(f"{line}\n" for line in lines))
         new.replace(self._script)

@@ -1,4 +1,4 @@
-"""A training as a scaling policy sees it: ten hours left here, five on what is twice as fast."""
+"""A training as a scaling policy sees it: ten hours left here, five on a machine twice as fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from envscaler_airflow.scaling import Observation, Policy
 
 
 def local(vcpus: int, usd_per_hour: float | None) -> Allocation:
-    """One slice of a machine."""
+    """A share of one machine."""
     return Allocation(
         Offer(
             cloud="local",

@@ -34,44 +34,44 @@ PREFIX = "unit/dag/run/train/-1"
 
 
 class Ti:
-    """As much of a task instance as a slice uses."""
+    """The part of a task instance that an execution uses."""
 
     def __init__(self, number=1, max_tries=3, *, ti_id=None):
-        """Try *number*."""
+        """Start with try *number*."""
         self.id, self.try_number, self.max_tries = ti_id or f"ti-{number}", number, max_tries
         self.dag_id, self.run_id, self.task_id, self.map_index = "dag", "run", "train", -1
         self.start_date = datetime.now(UTC)
         self.pushed = {}
 
     def xcom_push(self, key, value):
-        """Keep it."""
+        """Store the value."""
         self.pushed[key] = value
 
     def xcom_pull(self, key, **_):
-        """What was pushed."""
+        """Return a pushed value."""
         return self.pushed.get(key)
 
 
 def api_error(status):
-    """What a worker is told when the API server answers with *status*."""
+    """The error of a worker when the API server answers with *status*."""
     return AirflowRuntimeError(
         ErrorResponse(error=ErrorType.API_SERVER_ERROR, detail={"status_code": status})
     )
 
 
 class TaskStateStore:
-    """Airflow's task state store of one task of one DAG run, for one try: as the 3.3.2 accessor behaves."""
+    """Airflow's task state store of one task of one DAG run, for one try, like the 3.3.2 accessor."""
 
     def __init__(self, kept, *, is_known=True):
         """Keep values in *kept*; *is_known* is False for a try whose task instance is gone."""
         self._kept, self._is_known = kept, is_known
 
     def get(self, key, default=None):
-        """A try that is gone finds nothing, and no error."""
+        """A try without a task instance finds nothing, and gets no error."""
         return self._kept.get(key, default) if self._is_known else default
 
     def set(self, key, value, *, retention=None):
-        """A try that is gone is refused."""
+        """A try without a task instance is refused."""
         assert retention is NEVER_EXPIRE
         if not self._is_known:
             raise api_error(404)
@@ -82,7 +82,7 @@ class World:
     """A stage's operator with its store and machines."""
 
     def __init__(self, tmp_path):
-        """Nothing begun."""
+        """Start with no attempt."""
         (tmp_path / "train.yaml").write_text(SPEC)
         self.dag_file = tmp_path / "dag.py"
         self.store = open_store(f"file://{tmp_path}/store")
@@ -94,11 +94,11 @@ class World:
         self.airflow_says = "success"
 
     def recreate_dag_run(self):
-        """Let the DAG run be deleted and created again: its task state store goes with it."""
+        """Let the DAG run be deleted and recreated: its task state store goes with it."""
         self.dag_run_keeps = {}
 
     def files(self):
-        """Every file in the run's folder, with what it holds."""
+        """Every file in the run's folder, with its content."""
         return {name: self.store.read(name) for name in self.store.names(PREFIX)}
 
     def finish(self, operator, ti):
@@ -115,7 +115,7 @@ class World:
         return EnvStageOperator(task_id="train", spec=spec, dag=dag, **more)
 
     def context(self, operator, ti, *, is_known=True):
-        """What a worker hands to a slice; *is_known* is False once another try has taken its place."""
+        """What a worker passes to an execution; *is_known* is False once another try has replaced it."""
         return {
             "task_state_store": TaskStateStore(self.dag_run_keeps, is_known=is_known),
             "ti": ti,
@@ -125,27 +125,27 @@ class World:
         }
 
     def execute(self, operator, ti=None):
-        """First slice; returns the deferral."""
+        """Run the first execution; returns the deferral."""
         return self.deferral(lambda: operator.execute(self.context(operator, ti or Ti())))
 
     def resume(self, operator, ti, kind="status"):
-        """A later slice."""
+        """Run a later execution."""
         return operator.resume(self.context(operator, ti), {"kind": kind})
 
     @staticmethod
     def deferral(call):
-        """What *call* deferred for."""
+        """The deferral of *call*."""
         with pytest.raises(TaskDeferred) as caught:
             call()
         return caught.value
 
     @property
     def handle(self):
-        """Of the live attempt."""
+        """Number of the live attempt."""
         return Handle.from_dict(self.log.load().live.handle)
 
     def end(self, *, reason="succeeded", exit_code=0, lines=(), outputs=None):
-        """Let the live attempt end."""
+        """End the live attempt."""
         live = self.log.load().live
         ended = Ended(exit_code=exit_code, reason=reason, last_lines=tuple(lines))
         status = Status(
@@ -162,7 +162,7 @@ class World:
 
 @contextmanager
 def operator_world(tmp_path, monkeypatch):
-    """Settings of a deployment, and operators that may be run outside a task."""
+    """Settings of a deployment, and operators that may run outside a task."""
     made = World(tmp_path)
     monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", f"file://{tmp_path}/store")
     monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "unit")

@@ -22,10 +22,10 @@ from envscaler_airflow.store.events import EventLog
 
 
 class Owned:
-    """One run of a spec that lies among the examples, in another interpreter than ours."""
+    """One run of an example's spec, in another interpreter than ours."""
 
     def __init__(self, folder: Path, spec: Path, python: Path, **changes) -> None:
-        """Write the spec for this machine: *python* in place of an environment that is built."""
+        """Write the spec for this machine: *python* in place of an environment to build."""
         self.folder = folder
         self._owners: list[subprocess.Popen[str]] = []
         self.store = open_store(f"file://{folder}/store")
@@ -44,7 +44,7 @@ class Owned:
         }
 
     def start(self, *arguments: str, name: str = "one") -> subprocess.Popen[str]:
-        """Begin to own the run *name*."""
+        """Start to own the run *name*."""
         command = ["run", "-f", str(self.spec), "--name", name, *arguments]
         owner = subprocess.Popen(
             [sys.executable, "-m", "envscaler_airflow.cli", *command],
@@ -59,7 +59,7 @@ class Owned:
         return owner
 
     def close(self) -> None:
-        """Leave no process."""
+        """Leave no process behind."""
         for owner in self._owners:
             if owner.poll() is None:
                 os.killpg(owner.pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ class Owned:
         return str(found[0].relative_to(self.folder / "store")) if found else ""
 
     def state(self, name: str = "one"):
-        """Fold of the run's events."""
+        """State folded from the run's events."""
         return EventLog(self.store, self.prefix(name), snapshots=False).load()
 
     def checkpoints(self, name: str = "one") -> dict[str, dict]:
@@ -92,7 +92,7 @@ class Owned:
         raise AssertionError(f"attempt {attempt} completed no checkpoint: {self.said(name)}")
 
     def said(self, name: str = "one") -> str:
-        """What the training printed, from all attempts."""
+        """The training's output from all attempts."""
         logs = (self.folder / "store" / self.prefix(name)).glob("logs/*")
         return "\n".join(path.read_text(errors="replace") for path in sorted(logs))
 
@@ -102,7 +102,7 @@ class Owned:
         return Path(uri.removeprefix("file://"))
 
     def move(self, *, to: str, nodes: int = 1, name: str = "one", patience_s: float = 60) -> None:
-        """Have the owner go to *nodes* of the slice *to*: asked again where it refuses, as while it saves."""
+        """Let the owner move to *nodes* of the offer *to*; repeat a refused request, as during a save."""
         live = self.state(name).live
         offers = LocalBackend(self.folder / "attempts").offers()
         offer = next(each for each in offers if each.instance_type == to)
@@ -134,7 +134,7 @@ class Owned:
         return mine
 
     def lose_machine(self) -> None:
-        """SIGKILL to everything of the stage at once, the command and its children too."""
+        """SIGKILL to the whole stage at once, the command and its children too."""
         roots = self.processes()
         with_children = {process.pid: process for process in roots}
         for process in roots:

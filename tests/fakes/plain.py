@@ -1,4 +1,4 @@
-"""A training that knows nothing of us, with real sidecar and wrapper: interrupted and resumed."""
+"""A training without our library, with real sidecar and wrapper: interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Plain:
     """One run of a script that saves to ``/output/checkpoints`` and prints its steps."""
 
     def __init__(self, folder: Path, script: str, *, python: str = sys.executable, spec: str = SPEC) -> None:
-        """Lay out an empty store; nothing is started."""
+        """Create an empty store; nothing is started."""
         self.script = folder / "train.py"
         self.script.write_text(script)
         (folder / "store").mkdir()
@@ -49,7 +49,7 @@ class Plain:
         self.handles: list = []
 
     def start(self) -> Plain:
-        """Start the next attempt from what the ones before have saved."""
+        """Start the next attempt from the checkpoints of the earlier ones."""
         attempt = len(self.handles) + 1
         control = Control(sequence=1, candidates=complete_checkpoints(self.store, 1))
         self.store.write(control_name(1, attempt), control.to_json())
@@ -68,7 +68,7 @@ class Plain:
         return self
 
     def close(self) -> None:
-        """Leave no process."""
+        """Leave no process behind."""
         for handle in self.handles:
             self.backend.stop(handle, grace_s=0)
             self.backend.release(handle)
@@ -93,7 +93,7 @@ class Plain:
         return [read_checkpoint(self.store, name) for name in complete_checkpoints(self.store, 1)]
 
     def kill(self) -> int:
-        """SIGKILL to the command alone; the last step that it had printed when it was gone."""
+        """SIGKILL to the command alone; returns the last step it printed."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
@@ -103,7 +103,7 @@ class Plain:
         return self.last_step()
 
     def lose(self) -> int:
-        """SIGKILL to all of the machine's processes; the last step that was printed."""
+        """SIGKILL to all of the machine's processes; returns the last printed step."""
         self.backend.take_away(self.handles[-1])
         self._await(lambda: not self._is_alive() or None, 30)
         return self.last_step()
@@ -121,7 +121,7 @@ class Plain:
         return self.said()
 
     def begins(self, patience_s: float = 150) -> int:
-        """Where the live attempt said that it begins."""
+        """The first step of the live attempt, from its output."""
         return int(re.search(r"begins at (\d+)", self.until(r"begins at \d+", patience_s))[1])
 
     def _await(self, look, patience_s: float):

@@ -1,4 +1,4 @@
-"""Policies of another package, as its entry points bring them."""
+"""Policies of another package, as its entry points provide them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOUND = registry.entry_points
 
 
 def bring(monkeypatch, **loads):
-    """Entry points after ours: by name, a function that loads the object."""
+    """Entry points beside ours: for each name a function that loads the object."""
     points = [SimpleNamespace(name=name, value=f"{name}:policy", load=load) for name, load in loads.items()]
     monkeypatch.setattr(registry, "entry_points", lambda **group: [*_FOUND(**group), *points])
     registry.all_policies.cache_clear()

@@ -2,7 +2,7 @@
 
 Run as ``python tests/fakes/recordings.py RECORDINGS FOLDER`` it writes reduced copies of *RECORDINGS* into
 *FOLDER*:
-requests and answers whole, watch streams as digests.
+complete requests and answers, watch streams as digests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def load(path: Path) -> Object:
 
 
 def bare(text: str) -> str:
-    """Take random names, uids and addresses out of a message."""
+    """Remove random names, uids and addresses from a message."""
     text = UID.sub("UID", text)
     text = _NAME_INSIDE.sub("-RANDOM", text)
     return re.sub(r"\d+\.\d+\.\d+\.\d+:\d+", "ADDRESS", text)
@@ -39,7 +39,7 @@ def stem(name: str) -> str:
 
 
 def job_digest(item: Object) -> Object:
-    """What matters in a Job's status; `ready` and uids depend on the moment."""
+    """The relevant part of a Job's status; `ready` and uids depend on the moment."""
     status = item["status"]
     numbers = ("active", "failed", "succeeded", "completedIndexes", "failedIndexes")
     kept: Object = {name: status[name] for name in numbers if name in status}
@@ -51,7 +51,7 @@ def job_digest(item: Object) -> Object:
 
 
 def pod_digest(item: Object) -> Object:
-    """What matters in a pod: phase, reason, disruption, what each container does."""
+    """The relevant part of a pod: phase, reason, disruption, the states of containers."""
     status, meta = item["status"], item["metadata"]
     kept: Object = {"phase": status.get("phase"), "reason": status.get("reason", "")}
     kept["conditions"] = sorted(
@@ -80,7 +80,7 @@ def _state(one: Object) -> str:
 
 
 def event_digest(item: Object) -> str:
-    """Who said what of whom."""
+    """Reporter, reason and object of an event."""
     about = item["involvedObject"]
     who = item.get("reportingComponent", "")
     what = f"{about['kind']} {stem(about['name'])} {item['type']} {item['reason']}"
@@ -88,7 +88,7 @@ def event_digest(item: Object) -> str:
 
 
 def histories(changes: list[tuple[float, str, Object]], digest: Any) -> dict[str, list[list[Object]]]:
-    """By name without its random end: digests without repeats of each object, in order of birth.
+    """By name without its random end: digests without repeats of each object, oldest first.
 
     `at` says when a digest was first true, in seconds since the start.
     """

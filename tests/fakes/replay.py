@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 @dataclass(slots=True)
 class Answer:
-    """What the fake answered to one recorded request."""
+    """The fake's answer to one recorded request."""
 
     step: Object
     status: int
@@ -29,7 +29,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Replay:
-    """A cluster like the recorded one, and what it answered and wrote."""
+    """A cluster like the recorded one, with its answers and writes."""
 
     recording: Object
     cluster: Cluster
@@ -60,7 +60,7 @@ class Replay:
             self._ask(step)
 
     def _meanwhile(self, step: Object) -> None:
-        """While a stream is open: what else was asked for in that time, then its end."""
+        """While a stream is open: the other requests of that time, then its end."""
         until = step["response"].get("end_t_s", step["t_s"])
         for other in self.recording["steps"]:
             if step["t_s"] < other["t_s"] <= until and "request" in other:
@@ -75,7 +75,7 @@ class Replay:
         self.changes.append((change.resource.plural, at, change.kind, item))
 
     def histories(self, kind: str) -> dict[str, list[Object]]:
-        """Histories of the namespace's objects, as `recordings.reduced` has them."""
+        """Histories of the namespace's objects, in the form of `recordings.reduced`."""
         digest = {"jobs": job_digest, "pods": pod_digest}[kind]
         return histories([one[1:] for one in self.changes if one[0] == kind], digest)
 
@@ -102,7 +102,7 @@ class Replay:
         request = step["request"]
         path = self._translated(request["path"])
         if request["method"] == "DELETE" and "/nodes/" in path:
-            self.cluster.node(path.rpartition("/")[2]).silence()  # the recorded one had no kubelet
+            self.cluster.node(path.rpartition("/")[2]).silence()  # the recorded node had no kubelet
         body = request.get("body")
         text = body if isinstance(body, str) else None if body is None else json.dumps(body)
         data = None if text is None else self._translated(text).encode()
@@ -121,7 +121,7 @@ class Replay:
         finally:
             timer.cancel()
             if is_stream:
-                timer.join()  # where it had begun: its requests end before the cluster does
+                timer.join()  # if it has started: its requests end before the cluster does
         self._learn(step, answered)
         self.answers.append(Answer(step, status, answered, answer_headers))
 
@@ -133,7 +133,7 @@ class Replay:
         return self.tokens.get(caller, "no-such-token")
 
     def _translated(self, text: str) -> str:
-        """Put this cluster's uids, pod names and versions in the place of the recorded ones."""
+        """Replace the recorded uids, pod names and versions by this cluster's."""
         text = UID.sub(lambda found: self.uids.get(found.group(0), found.group(0)), text)
 
         def rename(found: re.Match[str]) -> str:
@@ -189,7 +189,7 @@ def _decoded(data: bytes) -> Any:
 
 
 def cluster_like_recorded() -> Cluster:
-    """One node of 2 CPUs with 4 GPUs, four of 64 CPUs with 8; three images that are not there."""
+    """One node of 2 CPUs with 4 GPUs, four of 64 CPUs with 8; three images that do not exist."""
     cluster = Cluster(nodes=0, speed=0, pace=REAL_PACE)
     cluster.add_node("node0", cpu="2", memory="24Gi", gpus=4, labels={"rec/pool": "p"})
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Events of a run, shortly written: ``run(begun(), *life("lost"))`` is the state after them."""
+"""Events of a run in short form: ``run(begun(), *life("lost"))`` is the state after them."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def owner(actor):
 
 
 def requested(why="stop"):
-    """Somebody asks for a stop."""
+    """A user requests a stop."""
     return ("stop-requested", {"reason": "enough", "by": "me", "why": why}, None)
 
 
 def stopping(why, attempt=1, **more):
-    """The attempt is asked to save and go."""
+    """The owner requests a save and stop of the attempt."""
     return ("attempt-stopping", {"generation": 1, "attempt": attempt, "why": why, "reason": "enough", **more})

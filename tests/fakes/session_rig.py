@@ -1,4 +1,4 @@
-"""A session on an spool in a temporary folder, with a clock by hand."""
+"""A session on a spool in a temporary folder, with a clock set by hand."""
 
 from envscaler_agent import spool as ex
 from envscaler_agent.session import Session
@@ -11,14 +11,14 @@ LAUNCHER = (
     "ENVSCALER_SPOOL",
     "TORCHELASTIC_RESTART_COUNT",
 )
-"""What a launcher, or a wrapper around the tests, would tell a session."""
+"""Variables that a launcher, or a wrapper around the tests, would set for a session."""
 
 
 class Rig:
-    """An spool folder, a clock, and a session that uses both."""
+    """A spool folder, a clock, and a session that uses both."""
 
     def __init__(self, root, **session):
-        """Lay out ``start.json`` with *session*."""
+        """Write ``start.json`` with *session*."""
         self.spool = ex.Spool(root)
         self.now = 0.0
         self.saved = []
@@ -32,7 +32,7 @@ class Rig:
         return timed(*arguments, spool=self.spool.root, **keywords)
 
     def ask(self, action, **fields):
-        """What the owner asks."""
+        """Write the owner's request."""
         self.sequence += 1
         ex.write_json(self.spool.control, {"sequence": self.sequence, "action": action, **fields})
 

@@ -1,11 +1,11 @@
-"""What tests of snapshots do and look at, on a sidecar's bench."""
+"""Actions and checks for tests of snapshots, on a sidecar's bench."""
 
 import json
 import os
 
 
 def run(bench, seconds):
-    """Let *seconds* pass, a look every second."""
+    """Let *seconds* pass, with a check every second."""
     for _ in range(seconds):
         bench.clock.now += 1
         bench.snapshots.step()
@@ -17,17 +17,17 @@ def saved(bench):
 
 
 def facts(bench, name):
-    """What is known of a snapshot."""
+    """The record of a snapshot."""
     return json.loads((bench.spool.checkpoints / f"{name}.snapshot.json").read_bytes())
 
 
 def answer(bench):
-    """What snapshot.done says."""
+    """Content of snapshot.done."""
     return json.loads(bench.spool.snapshot_done.read_bytes())
 
 
 def notice(bench):
-    """What the training's log is to say; None when nothing."""
+    """The message for the training's log; None when nothing."""
     body = bench.spool.read_json(bench.spool.root / "notice.json")
     return body and body["text"]
 

@@ -16,7 +16,7 @@ from envscaler_airflow.store.outputs import open_folder
 
 
 def newest_good(store: Store, *, attempt: int, candidates: list[str]) -> tuple[str | None, list[str]]:
-    """The checkpoint of generation 1 that *attempt* would resume from, and why each before was rejected."""
+    """The checkpoint of generation 1 that *attempt* would resume from, and why earlier ones were rejected."""
     complete = complete_checkpoints(store, 1)
     rejected = []
     for name in resume_order(complete, generation=1, attempt=attempt, candidates=candidates):
@@ -35,7 +35,7 @@ def read_output(uri: str) -> Manifest:
 
 
 def fetch_output(uri: str, target: Path, between=lambda: None) -> Manifest:
-    """Lay the output at *uri* out below *target*; its manifest."""
+    """Copy the output at *uri* to *target*; returns its manifest."""
     store, prefix = open_folder(uri)
     manifest = manifests.read_manifest(store, prefix)
     target.mkdir(parents=True, exist_ok=True)

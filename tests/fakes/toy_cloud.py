@@ -18,7 +18,7 @@ class ToyPrices:
     cloud = "toy"
 
     def __init__(self, access):
-        """Keep the credentials."""
+        """Store the credentials."""
         self.access = access
 
     def fetch(self, region):

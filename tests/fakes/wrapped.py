@@ -1,4 +1,4 @@
-"""The wrapper on an spool folder of its own, with a training to run in it."""
+"""The wrapper with its own spool folder, and a training to run in it."""
 
 import json
 import os
@@ -28,7 +28,7 @@ with Session(total_steps=10**6) as session:
 
 
 def joined(folder):
-    """All chunks of a folder in order; one that is closed meanwhile is looked for again."""
+    """All chunks of a folder in order; a chunk that is closed meanwhile is read again."""
     for _ in range(100):
         try:
             return b"".join(path.read_bytes() for path in sorted(folder.glob("0*")))
@@ -41,7 +41,7 @@ class Node:
     """One spool folder and at most one wrapper on it at a time."""
 
     def __init__(self, root):
-        """Use *root*, which is made."""
+        """Use *root*, and create it."""
         self.spool = ex.Spool(root)
         self.process = None
         self.sequence = 0
@@ -53,7 +53,7 @@ class Node:
         return self.run(*options, "--", *argv, env=env)
 
     def run(self, *arguments, env=None):
-        """Start the wrapper on whatever lies in the spool folder."""
+        """Start the wrapper on the present content of the spool folder."""
         command = [
             sys.executable,
             "-m",
@@ -77,7 +77,7 @@ class Node:
         return self
 
     def ask(self, action, **fields):
-        """Ask as the owner does."""
+        """Write a request as the owner does."""
         self.sequence += 1
         ex.write_json(self.spool.control, {"sequence": self.sequence, "action": action, **fields})
 
@@ -87,14 +87,14 @@ class Node:
         return self.process.returncode, out.decode(), err.decode()
 
     def status(self):
-        """What the wrapper last said."""
+        """The wrapper's last status."""
         try:
             return Status.from_json(self.spool.wrapper.read_bytes(), where="wrapper.json")
         except FileNotFoundError:
             return Status()
 
     def report(self):
-        """What the session last said."""
+        """The session's last status."""
         try:
             return ex.parse_report(self.spool.progress.read_bytes())
         except FileNotFoundError:
@@ -124,7 +124,7 @@ class Node:
         self.process.communicate(timeout=10)
 
     def until(self, condition, timeout=15):
-        """Wait until *condition* holds."""
+        """Wait until *condition* is true."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout} s: {self.status()}"

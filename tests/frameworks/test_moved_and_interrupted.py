@@ -1,4 +1,4 @@
-"""Every framework's example through the real controller and local backend: lost, moved, and the same."""
+"""Every framework's example with the real owner and local backend: lost, moved, with the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "dags/examples"
 PYTHON = Path(os.environ.get("FRAMEWORKS_PYTHON", ROOT / ".venv-frameworks/bin/python"))
 FRAMEWORKS = ["torch", "transformers", "lightning", "keras", "accelerate"]
 EPOCHS = 8
-"""Of 1.6 s of waiting each. Chosen: what is asked gets there before the end, also on a busy machine."""
+"""Of 1.6 s of waiting each. Chosen: a request arrives before the end, also on a busy machine."""
 COMPARE = """
 import sys, torch
 ours, theirs = (torch.load(path) for path in sys.argv[1:])
@@ -32,7 +32,7 @@ def difference(ours: Path, theirs: Path) -> float:
 
 
 def undisturbed(framework: str, folder: Path, *, epochs: int) -> Path:
-    """The model of a training that is no stage and that nobody disturbed."""
+    """The model of an uninterrupted training outside a stage."""
     script = EXAMPLES / f"frameworks/train_{framework}.py"
     launcher = ["-m", "torch.distributed.run", "--standalone"] if framework == "elastic" else []
     subprocess.run(
@@ -60,7 +60,7 @@ def owned(tmp_path):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_lost_and_moved_it_ends_with_the_parameters_of_the_undisturbed(framework, owned, tmp_path):
-    """SIGKILL after a checkpoint, then a move to another slice: no parameter differs in a single bit."""
+    """SIGKILL after a checkpoint, then a move to another offer: no parameter differs in a single bit."""
     run = owned("framework.yaml")
     owner = run.start("--set", f"framework={framework}", "--set", f"epochs={EPOCHS}")
     run.await_checkpoint(attempt=1)
@@ -98,7 +98,7 @@ def test_one_worker_two_and_one_again_train_the_model_of_one(owned, tmp_path):
 
 
 def test_the_shards_of_all_workers_are_one_checkpoint(owned):
-    """Two nodes' shards, torch's index and the random state of each rank stand in one manifest."""
+    """One manifest has two nodes' shards, torch's index and the random state of each rank."""
     run = owned("elastic_torch.yaml", num_nodes=2, scaling={"min_nodes": 2, "max_nodes": 2})
     run.start()
     body = run.await_checkpoint(attempt=1)

@@ -1,4 +1,4 @@
-"""The libraries' own savers, without a line of ours: killed at random, resumed by their own code (C)."""
+"""The libraries' own savers, without our library: killed at random, resumed by their own code (C)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FRAMEWORKS = os.environ.get("FRAMEWORKS_PYTHON", str(ROOT / ".venv-frameworks/bin/python"))
 SEED = os.environ.get("SAVERS_SEED", "1")
-"""Another one moves the moments of the kills."""
+"""Another seed changes the moments of the kills."""
 PATIENCE_S = 240
 """For an interpreter that loads a framework on a busy machine. Chosen."""
 
@@ -31,15 +31,15 @@ class Saver:
     """A training of ``savers/``.
 
     Attributes:
-        name: Of the script.
+        name: Name of the script.
         every: Steps between two saves.
-        kills: The step to kill it at is drawn from these.
-        first: By how many steps the saves come after the multiples of *every*.
-        behind: Steps more that the newest save may be behind, where nothing in a file says that it is whole.
-        is_lost: Its whole node is killed, so that no sidecar saves what is left; *kills* then count from its
+        kills: The step of the kill is drawn from these.
+        first: Number of steps from multiples of *every* to the saves.
+        behind: Steps more that the newest save may be behind, where no file shows that it is complete.
+        is_lost: Its whole node is killed, so that no sidecar saves the rest; *kills* then count from its
             first checkpoint in the store.
-        says_step: Its files say of which step they are.
-        python: That runs it.
+        says_step: Its files contain their step.
+        python: Its interpreter.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Saver:
     python: str = FRAMEWORKS
 
 
-# Those that take longest to start come first.
+# The slowest starters come first.
 SAVERS = [
     Saver("transformers_trainer", 5, (2, 22), is_lost=True),
-    # It saves at 10, too, the best; from then on not at the multiples of 10.
+    # It also saves step 10, the best; later it saves no multiple of 10.
     Saver("lightning_top_k", 10, (16, 46), first=5),
     Saver("keras_backup", 1, (6, 16)),
     Saver("accelerate_folders", 5, (22, 52)),
@@ -64,14 +64,14 @@ SAVERS = [
     Saver("torch_imagenet", 1, (6, 16)),
     Saver("sklearn_partial_fit", 5, (2, 32), is_lost=True, python=sys.executable),
     Saver("sklearn_warm_start", 5, (22, 52), python=sys.executable),
-    # Only 5 s of quiet tell that these are whole; the first round is 0 in their names.
+    # Only 5 s without writes show that these are complete; the first round is 0 in their names.
     Saver("xgboost_checkpoints", 5, (42, 53), first=1, behind=30, says_step=False, python=sys.executable),
 ]
 
 
 @pytest.fixture(scope="session")
 def ends(request, tmp_path_factory, worker_id):
-    """What each training prints when nobody disturbs it; one process of each interpreter serves all tests."""
+    """Output of each training without interruption; one process per interpreter serves all tests."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "undisturbed"
     folder.mkdir(exist_ok=True)
@@ -113,27 +113,27 @@ def plain(tmp_path):
 
 
 def final(said: str) -> tuple[str, float]:
-    """The last step, and the number that says what was learnt."""
+    """The last step, and the number that shows what the model learned."""
     match = re.search(r"done at (\d+) with (\S+)", said)
     assert match, said
     return match[1], float(match[2])
 
 
 def best(said: str) -> str:
-    """What it says of its best save; empty when it says nothing."""
+    """Its output about its best save; empty without one."""
     return "".join(re.findall(r"best of .*", said))
 
 
 @pytest.mark.parametrize("saver", SAVERS, ids=lambda saver: f"{saver.name}-seed-{SEED}")
 def test_killed_at_a_random_moment_it_ends_as_the_undisturbed(plain, ends, saver):
-    """It resumes from its newest whole save, at the same path, and knows its best one (C)."""
+    """It resumes from its newest complete save, at the same path, and knows its best one (C)."""
     draw = random.Random(f"{SEED} {saver.name}")
     text = (HERE / "savers" / f"{saver.name}.py").read_text()
     run = plain(text, python=saver.python).start()
     if saver.is_lost:
         run.until_saved(patience_s=PATIENCE_S)
     since = run.last_step() if saver.is_lost else 0
-    # Between two saves: one within which the kill comes is lost, and that is right.
+    # Kill between two saves: a save that the kill interrupts is lost, as it should be.
     steps = [since + at for at in range(*saver.kills)]
     step = draw.choice([at for at in steps if saver.every == 1 or (at - saver.first) % saver.every == 2])
     run.until(rf"step {step}\b", PATIENCE_S)

@@ -1,7 +1,7 @@
-"""Runs scripts to their end without waiting: each in a fork of one interpreter that has their libraries.
+"""Runs scripts to their end without waiting: each in a fork of one interpreter with their libraries.
 
-``python undisturbed.py FOLDER SCRIPT ...``: what SCRIPT prints is in ``FOLDER/NAME.txt`` when it has ended.
-An import of torch and what stands on it takes seconds, so one serves all.
+``python undisturbed.py FOLDER SCRIPT ...``: ``FOLDER/NAME.txt`` has the output of SCRIPT once it has ended.
+An import of torch and of packages that use it takes seconds, so one interpreter serves all.
 """
 
 import importlib
@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "accelerate")
 
 
 def run(script: Path, folder: Path) -> None:
-    """Print to a file that gets its name when all of it is there."""
+    """Print to a file that gets its name when it is complete."""
     out = folder / f"{script.stem}.part"
     with out.open("w") as file:
         os.dup2(file.fileno(), 1)

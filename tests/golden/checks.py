@@ -1,4 +1,4 @@
-"""Scaling checks of every policy: what was observed, under which policy, and what was decided."""
+"""Scaling checks of every policy: observations, policy and decision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE = Speed(1.0, 0.0, "measured", 3600.0)
 
 
 def on(capacity="on-demand", *, usd=3.0, nodes=1, memory=32.0, kind="p3.2xlarge", zone="a"):
-    """One place with V100s."""
+    """One offer with V100s."""
     size = {"vcpus": 8.0, "memory_gib": memory, "gpu_name": "V100", "gpus": 1, "gpu_memory_gb": 16.0}
     return Allocation(Offer("aws", "us-east-1", kind, capacity, zone=zone, usd_per_hour=usd, **size), nodes)
 
@@ -136,7 +136,7 @@ CHECKS = {
 
 
 def golden_files():
-    """Each check with its decision, what the owner answers to a request for it, and the words."""
+    """Each check with its decision, the owner's answer to a request for it, and the explanation."""
     return {
         f"checks/{name}.json": json_text(answer(Check(*facts, decide(*facts))))
         for name, facts in CHECKS.items()
@@ -144,7 +144,7 @@ def golden_files():
 
 
 def answer(check):
-    """What *check* comes to when it is decided by today's code."""
+    """The decision of the current code for *check*."""
     observation, policy = check.observation, check.policy
     decision = decide(observation, policy)
     request = {

@@ -1,4 +1,4 @@
-"""For golden tests: nothing that they write must survive a power cut."""
+"""For golden tests: their files need not survive a power cut."""
 
 import os
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch):
-    """A store waits for the disk after each write, which is most of the time that these tests would take."""
+    """A store waits for the disk after each write, which would take most of these tests' time."""
     monkeypatch.setattr(os, "fsync", lambda _file: None)

@@ -1,4 +1,4 @@
-"""Golden files: JSON with one field per line, so that a renamed word is one changed line."""
+"""Golden files: JSON with one field per line, so that a renamed word changes one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REVIEW = "if that is meant, run python tests/golden/regenerate.py and review the
 
 
 def json_text(body, *, sort_keys=True):
-    """*body* as it is stored; events keep the order of their fields, which is that of their bytes."""
+    """*body* as stored; events keep the order of their fields, which is that of their bytes."""
     return json.dumps(body, indent=1, sort_keys=sort_keys, allow_nan=False, ensure_ascii=False) + "\n"
 
 
@@ -20,14 +20,14 @@ def stored(name):
 
 
 def replaced(text, names):
-    """*text* with each key of *names* as its value: what is random, or of this machine."""
+    """*text* with each key of *names* replaced by its value: random text, or text of this machine."""
     for name, stand_in in names.items():
         text = text.replace(name, stand_in)
     return text
 
 
 def write(found, *, keeps=()):
-    """Write *found*, text by name, and delete what else lies in its folders, files named *keeps* aside.
+    """Write *found*, text by name, and delete other files in its folders, except files named *keeps*.
 
     Returns the names that changed.
     """

@@ -1,7 +1,8 @@
-"""Ten specs from their YAML to what a backend starts and to the ``start.json`` of the training's side.
+"""Ten specs from their YAML to what a backend starts and to the ``start.json`` of the training.
 
-Each goes the owner's way: loaded, frozen in a store, made into the request for an attempt, and rendered by
-both backends. The sidecar then writes ``start.json`` by the frozen spec, the control and the layout.
+Each is processed as by the owner: loaded, frozen in a store, turned into the request for an attempt, and
+rendered by both backends. The sidecar then writes ``start.json`` from the frozen spec, the control and the
+layout.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from envscaler_airflow.store.manifests import upload, walk, write_manifest
 SPECS = DATA / "specs"
 STORE_URL = "s3://runs"
 ROOT = PurePosixPath("/golden/attempts")
-"""Where the local backend would keep attempts."""
+"""Where the local backend would store attempts."""
 OUTPUT = "s3://runs/golden/dag/run/train/-1/outputs/g1-a1-c1/model"
 GIB = 1 << 30
 HEAD = "10.0.0.1:29400"
-"""Where the processes of several nodes meet."""
+"""Address of the rendezvous of several nodes."""
 
 CPU = Offer("kubernetes", "", "node:cpu-2", "on-demand", vcpus=2.0, memory_gib=4.0)
 
@@ -87,7 +88,7 @@ POD = {
 
 @dataclass(frozen=True)
 class Case:
-    """One spec with what it runs on; the fields are those of the attempt and of the deployment."""
+    """One spec with its allocation; the fields are those of the attempt and of the deployment."""
 
     allocation: Allocation
     settings: dict[str, Any] = field(default_factory=dict)
@@ -173,7 +174,7 @@ def golden_files(case: str, folder: Path) -> dict[str, str]:
 
 
 class _Launched:
-    """One case on its way from the YAML to both backends."""
+    """One case from the YAML to both backends."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.case, self.folder = name, CASES[name], folder
@@ -196,7 +197,7 @@ class _Launched:
         return replace(found, **{"store_url": STORE_URL, **case.request})
 
     def files(self) -> dict[str, str]:
-        """The frozen spec, what each backend starts, and what the training's side reads of it."""
+        """The frozen spec, what each backend starts, and what the training reads of it."""
         pods = render_for_kubernetes(
             self.request, Settings.read(self.case.settings), drivers=self.case.drivers
         )
@@ -222,9 +223,9 @@ class _Launched:
         return render_for_local(request, ROOT / local_name(request), Launch())
 
     def _start(self, layout, backend: str, *, node: int):
-        """``start.json`` of one node; paths of the layout lie below a folder of this test's.
+        """``start.json`` of one node; paths of the layout are below a folder of this test's.
 
-        Volumes are left out: copying them in changes nothing of what is written.
+        Volumes are left out: copying them in does not change the file.
         """
         root = self.folder / f"{backend}-{node}"
         root.mkdir()
@@ -248,7 +249,7 @@ class _Launched:
         return json.loads(replaced(spool.start.read_text(), {str(root): ""}))
 
     def _publish(self, site: Site) -> None:
-        """The status of node 0, by which the others take its checkpoint and its address."""
+        """The status of node 0, from which the others take its checkpoint and its address."""
         state = site.memory.state
         status = Status(
             attempt=self.case.number,
@@ -260,7 +261,7 @@ class _Launched:
         self.store.write(status_name(1, self.case.number, 0), status.to_json())
 
     def _saved(self, step: int) -> str:
-        """A checkpoint of the attempt before; returns its name."""
+        """A checkpoint of the previous attempt; returns its name."""
         name = f"g1-step-{step:08d}-a1"
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
@@ -271,7 +272,7 @@ class _Launched:
         return name
 
     def _text(self, body) -> str:
-        """Golden text of *body*: hashes are over every default, and paths are this machine's."""
+        """Golden text of *body*: hashes cover every default, and paths are this machine's."""
         names = {
             spec_name(self.hash): "spec-SPEC-HASH.json",
             str(SPECS): "/specs",
@@ -284,7 +285,7 @@ class _Launched:
 
 
 def _opened(data: dict[str, Any]) -> dict[str, Any]:
-    """Put the layout that *data* holds as text in its place, a field per line; returns it."""
+    """Replace the text of the layout in *data* by the layout itself, a field per line; returns it."""
     text = data["layout.json"]
     data["layout.json"] = json.loads(text)
     if json.dumps(data["layout.json"], sort_keys=True) != text:

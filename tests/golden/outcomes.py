@@ -23,7 +23,7 @@ def golden_files():
 
 
 def table():
-    """What each reason is called, which of two explains an attempt, and what the owner does next."""
+    """The outcome of each reason, which of two explains an attempt, and what the owner does next."""
     return {
         "after": {outcome: _after(outcome) for outcome in ENDS},
         "after a stop": {why: _after_stop(why) for why in STOPS},
@@ -34,7 +34,7 @@ def table():
 
 
 def _node(reason):
-    """An end as the backend reports it, alone, beside a success, and beside a failure, of the node itself."""
+    """An end reported by the backend, alone, beside a success, and beside a failure, of the node itself."""
     reports = {
         "nothing": None,
         "succeeded": Ended(0, reason="succeeded"),
@@ -78,7 +78,7 @@ def _after_stop(why):
 
 
 def _pending(reason):
-    """The next action while a node waits for that reason, before the training and in the middle of it."""
+    """The next action while a node waits for that reason, before the training and during it."""
     head = Status(phase="running", start_step=0, progress=Progress(step=3))
     waits = NodeStatus(1, "pending", reason=reason, detail="the cloud's words")
     others = {"all": NodeStatus(0, "pending"), "one": NodeStatus(0, "running", status=head)}

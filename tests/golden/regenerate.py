@@ -1,6 +1,6 @@
-"""Regenerate the golden files: ``python tests/golden/regenerate.py``. Review the diff before it is committed.
+"""Regenerate the golden files: ``python tests/golden/regenerate.py``. Review the diff before you commit.
 
-``tests/data/golden/test-counts.json`` is no golden file: the number of tests per room at the freeze, from
+``tests/data/golden/test-counts.json`` is not a golden file: it has the number of tests per room then, from
 ``pytest --collect-only -q tests/unit``, for comparison.
 """
 
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def main():
-    """Write every golden file; the names of those that changed."""
+    """Write every golden file; returns the names of those that changed."""
     from golden import checks, cli_help, launches, outcomes, runs, traces
     from golden.files import write
 

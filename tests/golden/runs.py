@@ -1,6 +1,6 @@
 """Record ten runs of the owner on scripted machines, event by event.
 
-Each runs in a temporary store under a clock by hand. Writers, hashes of specs and the store's place are
+Each runs in a temporary store with a clock set by hand. Writers, hashes of specs and the store's place are
 replaced by names; the order of fields stays, so that the bytes of each event are frozen too.
 """
 
@@ -57,7 +57,7 @@ SPOT = replace(SMALL, capacity_type="spot", usd_per_hour=0.3)
 
 
 class FrozenStore(FileStore):
-    """A folder whose time is the clock's, so that requests are dated by it too."""
+    """A folder with the clock's time, so that requests are dated by it too."""
 
     clock = ManualClock()
 
@@ -111,7 +111,7 @@ class Recorder:
         return Handle.from_dict(self.live.handle)
 
     def report(self, step, *, ended=None, save=False, after_s=60.0):
-        """After *after_s* seconds every node has made *step* steps, and saved where *save* says so."""
+        """After *after_s* seconds every node has made *step* steps, and saved where *save* is set."""
         self.clock.advance(after_s)
         live = self.live
         name = checkpoint_name(live.generation, step, live.number)
@@ -157,7 +157,7 @@ class Recorder:
         self.backend.end(self.handle, exit_code=exit_code, signal=signal, reason=reason)
 
     def succeed(self, owner):
-        """Let the live attempt end well, and the result be delivered and taken by Airflow."""
+        """Let the live attempt succeed, and Airflow take the delivered result."""
         self.end(1000, "succeeded", exit_code=0, save=True)
         got = owner.resume(Wake("status"))
         assert isinstance(got, Delivered), got
@@ -168,14 +168,14 @@ class Recorder:
         self.end(step, "left", exit_code=85, save=True)
 
     def request_move(self, target, *, forced=True):
-        """Ask for *target*, as the sensor does."""
+        """Request *target*, as the sensor does."""
         live = self.live
         because = {"reason": f"{target.name} saves $1.00", "numbers": {}, "forced": forced}
         attempt = (live.generation, live.number)
         request_move(self.store, KEY.prefix, target=target, from_attempt=attempt, because=because)
 
     def events(self):
-        """All of them as the store has them, with names for what is random."""
+        """All events of the store, with names in place of random values."""
         found, names, number = [], {f"file://{self.folder}/store": STORE}, 1
         writers, specs = {}, {}
         while (text := self.store.read(f"{KEY.prefix}/events/{number:06d}.json")) is not None:
@@ -240,7 +240,7 @@ def out_of_memory(run):
 
 
 def budget(run):
-    """The money is spent: the attempt saves and stops, and the run fails."""
+    """The budget is spent: the attempt saves and stops, and the run fails."""
     owner = run.owner(budget_usd=2.0)
     owner.enter()
     run.report(100, save=True)
@@ -252,7 +252,7 @@ def budget(run):
 
 
 def cancel(run):
-    """A user cancels: the attempt saves and stops; a clear takes the run up again, with another spec."""
+    """A user cancels: the attempt saves and stops; a clear resumes the run, with another spec."""
     owner = run.owner()
     owner.enter()
     run.report(100)
@@ -313,7 +313,7 @@ def in_place(run):
 
 
 def retry(run):
-    """The worker dies, and the task's next try adopts what runs."""
+    """The worker dies, and the task's next try adopts the live attempt."""
     run.owner().enter()
     run.report(100)
     again = run.owner()
@@ -323,7 +323,7 @@ def retry(run):
 
 
 def clear(run):
-    """A task that succeeded is cleared: a new generation begins, whose time runs out."""
+    """A succeeded task is cleared: a new generation starts, and its time runs out."""
     owner = run.owner()
     owner.enter()
     run.succeed(owner)
@@ -361,7 +361,7 @@ def record(name, folder):
 
 
 def golden_files(name, folder):
-    """Golden files of what the run *name* leaves in its store; *folder* is empty."""
+    """Golden files of the run *name* from its store; *folder* is empty."""
     events, result = record(name, folder)
     found = {f"runs/{name}/events.json": json_text(events, sort_keys=False)}
     return found if result is None else found | {f"runs/{name}/result.json": json_text(result)}

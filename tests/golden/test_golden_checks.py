@@ -1,4 +1,4 @@
-"""Recorded scaling checks decide as they did, under every policy."""
+"""Recorded scaling checks decide as before, under every policy."""
 
 import json
 
@@ -11,7 +11,7 @@ from envscaler_airflow.scaling import all_policies, replay
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_recorded_check_is_answered_as_it_was(name):
-    """Read, decided, judged as a request, explained, and written: the same JSON."""
+    """Read, decide, judge as a request, explain, and write: the same JSON."""
     check = read_check(name)
 
     assert replay(check) == check.decision

@@ -1,4 +1,4 @@
-"""Ten specs by the owner's way to a Job, a local attempt and ``start.json``: as they were frozen."""
+"""Ten specs as frozen: each to a Job, a local attempt and ``start.json``."""
 
 import json
 
@@ -11,7 +11,7 @@ from kubernetes_validate.utils import latest_version
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_spec_is_launched_as_it_was_frozen(name, tmp_path):
-    """Frozen spec, what each backend starts, and what the training's side reads: equal, and no file more."""
+    """Frozen spec, what each backend starts, and what the training reads: equal, and no file more."""
     found = golden_files(name, tmp_path / "case")
 
     frozen = {f"launches/{name}/{path.name}" for path in (DATA / "launches" / name).glob("*")}
@@ -22,7 +22,7 @@ def test_a_spec_is_launched_as_it_was_frozen(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_frozen_job_is_valid_to_kubernetes(name):
-    """Jobs, ConfigMaps and claims hold no field that the newest strict schema does not know."""
+    """Jobs, ConfigMaps and claims have no field that the newest strict schema does not know."""
     launched = json.loads(stored(f"launches/{name}/kubernetes.json"))
 
     for part in launched.get("parts", [launched]):
@@ -33,7 +33,7 @@ def test_a_frozen_job_is_valid_to_kubernetes(name):
 
 
 def test_no_secret_is_in_what_is_launched(tmp_path):
-    """Values come in with the request, and only their names go out."""
+    """Values come in with the request, and only their names are rendered."""
     texts = golden_files("torchrun", tmp_path / "case").values()
 
     assert not [text for text in texts if "value of" in text]

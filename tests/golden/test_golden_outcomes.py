@@ -1,4 +1,4 @@
-"""How attempts end and what follows, as it was frozen."""
+"""How attempts end and what follows, as frozen."""
 
 from golden.files import REVIEW, stored
 from golden.outcomes import golden_files

@@ -1,4 +1,4 @@
-"""Ten recorded runs: their bytes, their fold, what the owner does next, and the words of it."""
+"""Ten recorded runs: their bytes, their fold, what the owner does next, and the messages."""
 
 import json
 
@@ -18,7 +18,7 @@ def recorded(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_leaves_the_events_that_were_frozen(name, tmp_path):
-    """The owner decides, records and bills as it did."""
+    """The owner decides, records and bills as before."""
     for path, text in golden_files(name, tmp_path / "run").items():
         assert text == stored(path), f"{path}: {REVIEW}"
 
@@ -34,7 +34,7 @@ def test_an_event_that_is_read_is_written_byte_for_byte(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_typed_body_of_an_event_holds_all_of_it(name):
-    """The types lose and change nothing; requests have no typed body."""
+    """The types keep every field unchanged; requests have no typed body."""
     for event in recorded(name):
         kind = _BODIES.get(event["type"])
         if kind is not None:
@@ -45,7 +45,7 @@ def test_the_typed_body_of_an_event_holds_all_of_it(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_events_fold_to_the_state_and_the_next_actions_that_were_frozen(name):
-    """After each event, under each of the facts that an owner may have."""
+    """After each event, with each of the facts that an owner may have."""
     assert json_text(trace(name)) == stored(f"runs/{name}/trace.json"), REVIEW
 
 

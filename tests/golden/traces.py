@@ -1,6 +1,6 @@
-"""What recorded events come to: the state after them, what the owner does next after each, and the words.
+"""What follows from recorded events: the state, the owner's next action after each, and the messages.
 
-The stored events are the input, whatever code writes events today.
+The stored events are the input, independent of the code that writes events now.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEMORY = {"memory_limit_bytes": 4 * GIB, "memory_cap_bytes": 8 * GIB}
 
 
 def bytes_of(event):
-    """A stored event as it stands in a store."""
+    """A stored event as in a store."""
     return json.dumps(event, separators=(",", ":")).encode()
 
 
@@ -30,7 +30,7 @@ def read_events(name):
 
 
 def golden_files(name):
-    """Golden files of what the events of the run *name* come to."""
+    """Golden files from the events of the run *name*."""
     return {
         f"runs/{name}/trace.json": json_text(trace(name)),
         f"runs/{name}/narration.txt": narration(name),
@@ -96,7 +96,7 @@ def _seen(state, *, step=None, ended=None, health="ok", is_overdue=False, **node
 
 
 def action_words(action):
-    """One line: the kind, and what of the rest is not as usual."""
+    """One line: the kind, and every field with an unusual value."""
     facts = {
         "why": action.why,
         "failure": action.failure,
@@ -114,7 +114,7 @@ def action_words(action):
 
 
 def _state(state):
-    """What a state says, by the words of its events."""
+    """The description of a state, in the words of its events."""
     return {
         "accepted": state.accepted,
         "attempts": [_attempt(one) for one in state.attempts],

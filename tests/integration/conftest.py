@@ -1,4 +1,4 @@
-"""What the tests of images share: a base made of Debian's packages, a registry, an index of wheels."""
+"""Shared by the tests of images: a base of Debian's packages, a registry, an index of wheels."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FREE_FROM = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/us
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
+    """A port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
 
 
 @pytest.fixture(scope="session")
 def base_tar(tmp_path_factory):
-    """Debian's essential packages, apt and Python as an archive, made once for all workers of a session."""
+    """Debian's essential packages, apt and Python as an archive, built once for all workers of a session."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
     archive = root / "base.tar"
@@ -48,7 +48,7 @@ def base_tar(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory):
-    """Debian's docker-registry, by http."""
+    """Debian's docker-registry, over HTTP."""
     root, port = tmp_path_factory.mktemp("registry"), free_port()
     config = root / "config.yml"
     config.write_text(

@@ -1,4 +1,4 @@
-"""GPU sampling through the real pynvml and a driver library that does what a script says."""
+"""GPU sampling through the real pynvml and a driver library that follows a script."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def driver(library, tmp_path):
-    """One GPU, until its script says otherwise."""
+    """One GPU, until its script is replaced."""
     return fake.Driver(library, tmp_path / "gpus")
 
 
@@ -78,12 +78,12 @@ def own(label, values):
 
 
 def test_reads_a_gpu_through_the_real_module(nvml):
-    """Every struct, constant and unit as nvml.h has it."""
+    """Every struct, constant and unit as in nvml.h."""
     assert of("gpu0", Gpus(nvml).find().sample(0)) == PLAIN
 
 
 def test_reads_eight_gpus(driver, nvml):
-    """Each its own numbers."""
+    """Each has its own numbers."""
     driver.say("gpus 8", "set power 5 300000")
 
     got = Gpus(nvml).find().sample(0)
@@ -96,7 +96,7 @@ def test_reads_eight_gpus(driver, nvml):
 @pytest.mark.parametrize("code", [*range(1, 31), 999])
 @pytest.mark.parametrize("reading", READINGS, ids=lambda reading: reading.key)
 def test_one_failing_question_takes_only_its_own_numbers(driver, nvml, reading, code):
-    """Whatever the error: its metrics are not known, not 0; everything else is; then it is asked again."""
+    """After any error its metrics are unknown, not 0; the others are known; then it is queried again."""
     driver.say("gpus 2", "set nvlink * 1000", f"fail {FUNCTIONS[reading.key]} 0 {code}")
     gpus = Gpus(nvml).find()
     before = gpus.sample(0)
@@ -125,7 +125,7 @@ def test_one_failing_question_takes_only_its_own_numbers(driver, nvml, reading, 
 
 @pytest.mark.parametrize("code", [*range(1, 31), 999])
 def test_a_driver_that_does_not_start_is_no_error(driver, monkeypatch, nvml, code):
-    """Then nothing is known of GPUs."""
+    """After that nothing is known of GPUs."""
     driver.say(f"fail nvmlInitWithFlags * {code}")
 
     assert load_nvml() is None
@@ -143,7 +143,7 @@ def test_a_driver_that_does_not_start_is_no_error(driver, monkeypatch, nvml, cod
     ],
 )
 def test_a_failure_while_looking_for_gpus_loses_no_gpu(driver, nvml, function):
-    """Only what depends on it: events, instances or monitors."""
+    """Only what depends on it is missing: events, instances or monitors."""
     driver.say("gpm 0", f"fail {function} * 999")
 
     got = of("gpu0", Gpus(nvml).find().sample(0))
@@ -154,7 +154,7 @@ def test_a_failure_while_looking_for_gpus_loses_no_gpu(driver, nvml, function):
 
 
 def test_a_gpu_that_cannot_be_opened_takes_no_other_with_it(driver, nvml):
-    """Nothing is said of GPU 0; no zeros."""
+    """GPU 0 has no metrics, rather than zeros."""
     driver.say("gpus 2", "fail nvmlDeviceGetHandleByIndex_v2 0 15")
 
     got = Gpus(nvml).find().sample(0)
@@ -164,7 +164,7 @@ def test_a_gpu_that_cannot_be_opened_takes_no_other_with_it(driver, nvml):
 
 
 def test_a_gpu_that_falls_off_the_bus_is_unknown_and_said_why(driver, nvml):
-    """XID 79 comes when no question about the GPU is answered any more; it is counted for that GPU."""
+    """XID 79 comes when a GPU no longer answers; it is counted for that GPU."""
     driver.say("gpus 2")
     gpus = Gpus(nvml).find()
     gpus.sample(0)
@@ -177,7 +177,7 @@ def test_a_gpu_that_falls_off_the_bus_is_unknown_and_said_why(driver, nvml):
 
 
 def test_no_count_is_said_while_events_cannot_be_waited_for(driver, nvml):
-    """None seen is not none there; those that were seen still are."""
+    """No observed event does not mean that none occurred; observed ones still count."""
     driver.say("gpus 2", "xid 1 48")
     gpus = Gpus(nvml).find()
     gpus.sample(0)
@@ -190,7 +190,7 @@ def test_no_count_is_said_while_events_cannot_be_waited_for(driver, nvml):
 
 
 def test_a_counter_that_begins_anew_leaves_no_old_rate(driver, nvml):
-    """NVLink counters start over with the driver; the rate before is not repeated."""
+    """NVLink counters restart with the driver; the previous rate is not repeated."""
     rates = []
     gpus = Gpus(nvml).find()
     for now, count in ((0, 0), (10, 10_000), (20, 5), (30, 1005)):
@@ -201,7 +201,7 @@ def test_a_counter_that_begins_anew_leaves_no_old_rate(driver, nvml):
 
 
 def test_instances_of_a_cut_gpu_are_told_apart(driver, nvml):
-    """Memory and monitors of each; the whole GPU has no utilisation then."""
+    """Memory and monitors of each; the whole GPU has no utilisation in that case."""
     driver.say("mig 0 2", "gpm 0")
     gpus = Gpus(nvml).find()
     gpus.sample(0)
@@ -226,7 +226,7 @@ def test_instances_of_a_cut_gpu_are_told_apart(driver, nvml):
 
 
 def test_only_the_instance_that_the_command_sees_counts(driver, nvml):
-    """By its UUID; the GPU around it is told as a whole."""
+    """Found by its UUID; the GPU around it is reported as a whole."""
     driver.say("gpus 2", "mig 0 2")
 
     got = Gpus(nvml, visible="MIG-0-1").find().sample(0)
@@ -235,7 +235,7 @@ def test_only_the_instance_that_the_command_sees_counts(driver, nvml):
 
 
 def test_monitors_tell_what_is_busy_from_the_second_sample_on(driver, nvml):
-    """They compare two; PCIe and NVLink come from them then, and are not asked for besides."""
+    """Monitors compare two samples; PCIe and NVLink then come from them, without separate queries."""
     driver.say("gpm 0", "set nvlink 0 1000")
     gpus = Gpus(nvml).find()
     first, second = gpus.sample(0), gpus.sample(1)
@@ -259,7 +259,7 @@ def test_monitors_tell_what_is_busy_from_the_second_sample_on(driver, nvml):
 
 
 def test_a_monitor_without_an_answer_is_unknown_alone(driver, nvml):
-    """Metric 5, tensor cores; NaN is no number either (20, PCIe), which is then asked for as before."""
+    """Metric 5, tensor cores; NaN is invalid as well (20, PCIe), which is then queried as before."""
     driver.say("gpm 0", "metric 5 3", "set 20 0 nan")
     gpus = Gpus(nvml).find()
     gpus.sample(0)
@@ -272,7 +272,7 @@ def test_a_monitor_without_an_answer_is_unknown_alone(driver, nvml):
 
 
 def test_monitors_begin_anew_after_a_failure(driver, nvml):
-    """A sample that was not taken is compared with nothing."""
+    """A sample that was not taken is not compared."""
     gpus = None
     seen = []
     for now, trouble in enumerate(["", "", "fail nvmlGpmSampleGet 0 999", "", ""]):
@@ -285,7 +285,7 @@ def test_monitors_begin_anew_after_a_failure(driver, nvml):
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetUUID"])
 def test_a_call_that_hangs_is_named_and_left_out_by_the_next(driver, nvml, function):
-    """Named while the driver holds the thread; GPU 1 and what GPU 0 still tells are read without it."""
+    """The log names it while the driver blocks the thread; GPU 1 and the rest of GPU 0 are still read."""
     driver.say("gpus 2", f"hang {function} 0")
     now = [0.0]
     sick = GpuThread(interval_s=1, visible=None, skip=[], load=lambda: nvml, clock=lambda: now[0])
@@ -314,7 +314,7 @@ def test_a_call_that_hangs_is_named_and_left_out_by_the_next(driver, nvml, funct
 
 
 def test_a_gpu_on_which_two_questions_hung_is_left_alone(driver, nvml):
-    """Each further one would cost ten seconds of everybody's numbers."""
+    """Each further query would delay all metrics by ten seconds."""
     driver.say("gpus 2")
 
     got = Gpus(nvml, skip=["gpu0:power", "gpu0:ecc"]).find().sample(0)
@@ -335,7 +335,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 
 def wrapped(driver, folder, is_enough, **environ):
-    """Metrics of a training that prints how long each twentieth of a second took, until they are enough."""
+    """Metrics of a training that prints its delays of a twentieth of a second, until there are enough."""
     root, end = folder / "spool", folder / "end"
     root.mkdir()
     session = {"generation": 1, "attempt": 1, "sample_interval_s": 0.2}
@@ -357,7 +357,7 @@ def wrapped(driver, folder, is_enough, **environ):
 
 
 def metrics(root):
-    """What was sampled so far; a line that is being written is left out."""
+    """Samples so far, without an incomplete line."""
     try:
         text = b"".join(path.read_bytes() for path in sorted((root / "metrics").glob("0*")))
     except FileNotFoundError:  # a chunk was closed meanwhile
@@ -371,7 +371,7 @@ def has(name):
 
 
 def test_the_sampler_finds_the_driver_by_itself(driver, tmp_path):
-    """In its own process, below the wrapper: through the loader's path, as in any GPU image."""
+    """In its own process below the wrapper, through the loader's path, as in any GPU image."""
     driver.say("gpus 3", "gpm 2")
 
     samples, _ = wrapped(driver, tmp_path, has("gpu2_sm_active_percent"), CUDA_VISIBLE_DEVICES="0,2")
@@ -390,9 +390,9 @@ def test_a_container_that_was_given_gpu_3_sees_it_as_gpu_0(driver, tmp_path):
 
 @pytest.mark.timeout(100)
 def test_a_driver_that_hangs_stops_neither_training_nor_other_samples(driver, tmp_path):
-    """Ten seconds of a stuck call: the training goes on, and the machine is sampled all along.
+    """Ten seconds of a stuck call: the training continues, and the machine is sampled all the time.
 
-    After that the other GPU, and the rest of this one, are known, and the question that hung is not.
+    After that the other GPU, and the rest of this one, are known, and the metric of the stuck query is not.
     """
     driver.say("gpus 2", "hang nvmlDeviceGetPowerUsage 0")
 
@@ -407,7 +407,7 @@ def test_a_driver_that_hangs_stops_neither_training_nor_other_samples(driver, tm
 
 
 def test_a_machine_without_a_driver_is_sampled_without_gpus(driver, tmp_path):
-    """A driver that does not load: nothing is said of GPUs."""
+    """A driver that does not load: no metrics of GPUs."""
     driver.say("fail nvmlInitWithFlags * 9")
 
     samples, _ = wrapped(driver, tmp_path, lambda found: len(found) > 5)

@@ -1,4 +1,4 @@
-"""The wrapper with real commands: each test starts its own, and nothing is left behind."""
+"""The wrapper with real commands: each test starts its own, and leaves no process behind."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /
 
 @pytest.fixture
 def node(tmp_path):
-    """A node; whatever still runs afterwards is killed."""
+    """A node; processes that still run afterwards are killed."""
     node = Node(tmp_path / "spool")
     yield node
     if node.process is not None:
@@ -80,7 +80,7 @@ def test_ends_are_told_apart(node, command, code, reason):
 
 
 def test_memory_that_is_not_to_be_had(node):
-    """An rlimit instead of a cgroup: the command fails by itself."""
+    """An rlimit instead of a cgroup: the command itself fails."""
     code = """
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))
@@ -93,7 +93,7 @@ def test_memory_that_is_not_to_be_had(node):
 
 
 def test_a_setup_that_failed(node):
-    """The sidecar's reason is said, and nothing is started."""
+    """The wrapper reports the sidecar's reason, and starts nothing."""
     code, _, err = node.start("touch", "/nonexistent/x", setup={"failed": "input data: not found"}).end()
 
     assert code == EXIT_SETUP_FAILED
@@ -102,14 +102,14 @@ def test_a_setup_that_failed(node):
 
 
 def test_a_setup_that_was_not_to_be(node):
-    """The sidecar was asked to go, or lost its store: no failure of the stage."""
+    """The sidecar was asked to stop, or lost its store: the stage has not failed."""
     for reason, expected in (("stopped", EXIT_STOPPED), ("orphaned", EXIT_ORPHANED)):
         code, _, _ = node.start("echo", "no", setup={"failed": "asked to leave", "reason": reason}).end()
         assert (code, node.status().ended.reason) == (expected, reason)
 
 
 def test_a_working_directory_that_is_not_there(node, tmp_path):
-    """It is named, and not taken for a command that is not found."""
+    """The error names it, and does not call it a command that is not found."""
     code, _, err = node.start("true", setup={"cwd": str(tmp_path / "gone")}).end()
 
     assert code == EXIT_SETUP_FAILED
@@ -117,7 +117,7 @@ def test_a_working_directory_that_is_not_there(node, tmp_path):
 
 
 def test_the_command_gets_its_place(node, tmp_path):
-    """Working directory, environment and checkpoint as the sidecar laid them out."""
+    """The working directory, environment and checkpoint that the sidecar prepared."""
     setup = {"cwd": str(tmp_path), "env": {"A": "b"}, "restore": {"path": "/r", "step": 1}}
 
     _, out, _ = node.start("sh", "-c", "pwd; echo $A $ENVSCALER_RESTORE $ENVSCALER_SPOOL", setup=setup).end()
@@ -126,7 +126,7 @@ def test_the_command_gets_its_place(node, tmp_path):
 
 
 def test_no_start_in_time(node):
-    """A sidecar that never comes."""
+    """The sidecar never comes."""
     node.run("--wait-start", "0.3", "--", "true")
 
     code, _, err = node.end()
@@ -166,7 +166,7 @@ def test_a_command_without_an_spool(tmp_path):
 
 
 def test_a_background_process_does_not_outlive_the_command(node):
-    """It holds the pipe open; the wrapper does not wait for it, and ends it."""
+    """It keeps the pipe open; the wrapper does not wait for it, and ends it."""
     began = time.monotonic()
 
     code, out, _ = node.start("sh", "-c", "sleep 300 & echo $!").end()
@@ -177,7 +177,7 @@ def test_a_background_process_does_not_outlive_the_command(node):
 
 
 def test_processes_in_a_session_of_their_own_are_ended_too(node):
-    """As torchrun starts its workers: a signal to the group does not reach them."""
+    """Like the workers of torchrun: a signal to the group does not reach them."""
     node.start("sh", "-c", "setsid sh -c 'sleep 300 & sleep 300' & echo started; wait")
     node.until(lambda: b"started" in node.log() and len(node.children()) >= 5)
     children = node.children()
@@ -190,7 +190,7 @@ def test_processes_in_a_session_of_their_own_are_ended_too(node):
 
 
 def test_orphans_become_no_zombies(node):
-    """A command that lets many children go: all are reaped while it runs."""
+    """A command that leaves many children: all are reaped while it runs."""
     node.start("sh", "-c", "for i in 1 2 3 4 5 6 7 8; do (true & true); done; echo done; sleep 300")
     node.until(lambda: b"done" in node.log())
     time.sleep(0.3)
@@ -221,7 +221,7 @@ def test_cooperating_code_leaves_at_the_end_of_an_epoch(node):
 
 
 def test_a_training_that_leaves_in_a_pipeline_has_not_succeeded(node):
-    """A shell ends with the code of ``cat``, which is 0: the work is half done all the same."""
+    """A shell ends with the code of ``cat``, which is 0: the work is unfinished nevertheless."""
     node.start("sh", "-c", '"$0" -c "$1" | cat', sys.executable, TRAIN.format(in_save=""))
     node.until(lambda: (node.report().progress.step or 0) > 5)
     node.ask("leave", align="step")
@@ -231,7 +231,7 @@ def test_a_training_that_leaves_in_a_pipeline_has_not_succeeded(node):
 
 
 def test_a_run_that_nobody_owns_is_orphaned(node):
-    """The sidecar says so in the reason."""
+    """The sidecar's reason says it."""
     node.train().ask("leave", align="step", reason="orphaned: the lease stood still")
 
     assert node.end()[0] == EXIT_ORPHANED
@@ -240,7 +240,7 @@ def test_a_run_that_nobody_owns_is_orphaned(node):
 
 
 def test_sigterm_to_the_wrapper_lets_the_training_save(node):
-    """A pod that is deleted: the work is kept."""
+    """For a deleted pod: the work is kept."""
     node.train()
     node.process.terminate()
 
@@ -259,7 +259,7 @@ def test_a_signal_after_a_leave_keeps_it_a_leave(node):
 
 
 def test_code_that_does_not_cooperate_is_told_after_the_snapshot(node, tmp_path):
-    """Not before the sidecar has copied what it saved by itself."""
+    """Not before the sidecar has copied the last save of the code."""
     node.start("sh", "-c", "echo up; exec sleep 300", checkpoint_path=str(tmp_path))
     node.until(lambda: b"up" in node.log())
     node.ask("leave", align="step", align_timeout_s=60, grace_s=5)
@@ -274,7 +274,7 @@ def test_code_that_does_not_cooperate_is_told_after_the_snapshot(node, tmp_path)
 
 
 def test_code_that_will_not_go_is_killed_within_its_grace(node):
-    """SIGTERM is ignored by all of it."""
+    """All processes ignore SIGTERM."""
     node.start("sh", "-c", "trap '' TERM; echo up; sleep 300 & wait; sleep 300")
     node.until(lambda: b"up" in node.log())
     began = time.monotonic()
@@ -295,7 +295,7 @@ def test_a_training_that_ends_by_itself_when_asked_has_succeeded(node):
 
 
 def test_a_leave_whose_save_fails_is_told(node):
-    """A full disk: the reason and the lines are the owner's."""
+    """A full disk: the owner gets the reason and the lines."""
     node.train(in_save="open('/dev/full', 'w').write('x' * 10**6)").ask("leave", align="step")
 
     code, _, _ = node.end()
@@ -309,7 +309,7 @@ def test_a_leave_whose_save_fails_is_told(node):
 
 
 def test_a_training_killed_in_a_save_keeps_the_one_before(node):
-    """SIGKILL in the middle of the second save: the first is whole, the half one is cleared later."""
+    """SIGKILL during the second save: the first is complete, the incomplete one is removed later."""
     node.train(in_save="session.steps >= 40 and time.sleep(300)", every={"steps": 20})
     node.until(lambda: node.report().saving and node.report().progress.step == 40)
     node.kill()
@@ -325,7 +325,7 @@ def test_a_training_killed_in_a_save_keeps_the_one_before(node):
 
 
 def test_a_wrapper_that_is_restarted_forgets_what_was_asked_of_the_one_before(node):
-    """Its stop and the session's farewell were for another life; the owner's control stands."""
+    """The stop and the session's end were of the previous life; the owner's control stays valid."""
     node.train()
     node.process.terminate()
     node.end()
@@ -338,7 +338,7 @@ def test_a_wrapper_that_is_restarted_forgets_what_was_asked_of_the_one_before(no
 
 
 def test_a_full_disk_during_a_save_does_not_stop_the_training(node):
-    """It is reported, and the steps go on."""
+    """It is reported, and the training continues."""
     node.train(
         in_save="session.steps > 20 and open('/dev/full', 'w').write('x' * 10**6)", every={"steps": 20}
     )
@@ -351,7 +351,7 @@ def test_a_full_disk_during_a_save_does_not_stop_the_training(node):
 
 
 def test_two_ranks_leave_at_the_same_step(node):
-    """A launcher with two workers that meet at every step, as gradients do."""
+    """A launcher with two workers that synchronise at every step, as for gradients."""
     worker = """
         import multiprocessing, os, sys
         def work(rank, barrier):
@@ -387,7 +387,7 @@ def test_two_ranks_leave_at_the_same_step(node):
 
 
 def test_secrets_are_masked_everywhere(node):
-    """In output, chunks, last lines and messages; cut by writes, and over several lines."""
+    """In output, chunks, last lines and messages; split by writes, and over several lines."""
     code = """
         import os, sys, time
         key, pem = os.environ["API_KEY"], os.environ["PEM"]
@@ -410,7 +410,7 @@ def test_secrets_are_masked_everywhere(node):
 
 
 def test_a_stall_is_seen_and_ends(node):
-    """Half a second without a step is long when they take 20 ms."""
+    """Half a second without a step is long when a step takes 20 ms."""
     code = """
         import sys, time
         for step in range(400):
@@ -425,7 +425,7 @@ def test_a_stall_is_seen_and_ends(node):
 
 
 def test_progress_by_log_patterns(node):
-    """Steps, loss and epochs of code that knows nothing of us; a bad pattern is named."""
+    """Steps, loss and epochs of code without our library; a bad pattern is named."""
     code = "for i in range(5): print(f'epoch {i} step {i * 10} loss {1 / (i + 1)}')"
     patterns = {"step": r"step (\d+)", "loss": r"loss (\S+)", "epoch": r"epoch (\d+)", "accuracy": "("}
 
@@ -437,7 +437,7 @@ def test_progress_by_log_patterns(node):
 
 
 def test_a_sampler_that_is_killed_is_replaced(node):
-    """Samples go on, and so does the command."""
+    """Samples continue, and so does the command."""
     node.start("sleep", "300")
 
     def sampler():
@@ -456,7 +456,7 @@ def test_a_sampler_that_is_killed_is_replaced(node):
 
 
 def test_the_machine_is_measured(node):
-    """A process that burns CPU: about what it had by its own clock, with its memory, without the sampler."""
+    """A process that burns CPU: about the time of its own clock, with its memory, without the sampler."""
     code = """
         import time
         memory, began = bytearray(b"x") * (100 << 20), time.monotonic()
@@ -469,15 +469,15 @@ def test_the_machine_is_measured(node):
 
     had = float(output.split()[-1])  # percent of one core, which others use too
     samples = [line for line in node.metrics() if line.get("cpu_percent") is not None]
-    assert 0.5 * had < max(line["cpu_percent"] for line in samples) < 150  # by how uneven the machine is
+    assert 0.5 * had < max(line["cpu_percent"] for line in samples) < 150  # a busy machine varies
     assert max(line["memory_rss_bytes"] for line in samples) > 50 << 20
     assert samples[-1]["processes"] == 1
-    assert node.status().cpu_seconds > 0.01 * had  # 4 s of it, less the last sample
+    assert node.status().cpu_seconds > 0.01 * had  # 4 s of it, without the last sample
     assert node.status().usage["memory_rss_bytes"] > 50 << 20
 
 
 def test_a_slow_reader_of_our_output_stops_no_control(node):
-    """Nobody reads the wrapper's stdout; it still hears the owner, and the chunks have it all."""
+    """The wrapper's stdout is not read; it still follows the owner, and the chunks have all output."""
     node.start("sh", "-c", "yes | head -c 3000000; sleep 300")
     node.until(lambda: len(node.log()) > 200_000)
     node.ask("stop", grace_s=2)
@@ -489,7 +489,7 @@ def test_a_slow_reader_of_our_output_stops_no_control(node):
 
 
 def test_a_bar_on_one_line_tells_its_steps_while_it_runs(node):
-    """No newline until the whole loop is over, and the last update stands at the end (C14)."""
+    """No newline until the whole loop is over, and the last update is complete (C14)."""
     code = r"""
         import sys, time
         for step in range(1, 9):
@@ -507,7 +507,7 @@ def test_a_bar_on_one_line_tells_its_steps_while_it_runs(node):
 
 
 def test_sigterm_to_command_and_wrapper_together_is_no_success(node):
-    """The command exits 0 at step 23 of 60, before the wrapper looks (C)."""
+    """The command exits 0 at step 23 of 60, before the wrapper's next check (C)."""
     code = """
         import signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -527,7 +527,7 @@ def test_sigterm_to_command_and_wrapper_together_is_no_success(node):
 
 
 def test_exit_code_0_before_the_last_step(node):
-    """A success with a word, or a failure where the spec wants all steps (C)."""
+    """A success with a warning, or a failure where the spec requires all steps (C)."""
     words = python("print('step 5 of 1000')")
     patterns = {"step": r"step (\d+)", "total_steps": r"of (\d+)"}
 

@@ -1,4 +1,4 @@
-"""A DAG file run by ``dag.test()``, as an author tries it before it is deployed."""
+"""``dag.test()`` of a DAG file, as an author tries it before the deployment."""
 
 from __future__ import annotations
 

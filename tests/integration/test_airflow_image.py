@@ -1,4 +1,4 @@
-"""The Airflow image: built by buildah on a base of Debian's packages, started; the compose file beside it."""
+"""The Airflow image, built by buildah on a base of Debian's packages and started; and the compose file."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 STARTER = ROOT / "tests/standins/airflow_start.py"
 COMPOSE = ROOT / "docker/compose.yaml"
 MOST_BYTES = 800 << 20
-"""Chosen: Debian's packages are 150 MiB of it, Airflow with its own 450 MiB."""
+"""Chosen: Debian's packages use 150 MiB of it, Airflow with its dependencies 450 MiB."""
 
 pytestmark = [
     pytest.mark.skipif(
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def buildah(*words, **options):
-    """Run it; what it prints."""
+    """Run it; returns its output."""
     done = subprocess.run(["buildah", *words], capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout.strip()
@@ -76,14 +76,14 @@ def image(tmp_path_factory, base_tar):
 
 
 def make_wheels(folder):
-    """What the image installs, for its Python, which is this one's."""
+    """The packages that the image installs, for its Python, which is the same version as ours."""
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
     wanted = ["pip", "hatchling", f"{ROOT}[amazon,kubernetes]"]
     subprocess.run([*words, "--constraint", str(ROOT / "constraints.txt"), *wanted], check=True, timeout=240)
 
 
 def run(image, *command, copy=None):
-    """What a command prints in a container of it, as the image's own user."""
+    """Output of a command in a container of it, as the image's own user."""
     container = buildah("from", image)
     try:
         if copy is not None:
@@ -94,7 +94,7 @@ def run(image, *command, copy=None):
 
 
 def test_airflow_starts_in_it_with_the_provider(image):
-    """All four parts are healthy, as nobody in particular; provider and plugin are there, none is broken."""
+    """All four parts are healthy, as an arbitrary user; provider and plugin load without errors."""
     said = run(image, "python3", "/opt/airflow_start.py", copy=STARTER)
 
     [line] = [line for line in said.splitlines() if line.startswith("FOUND ")]
@@ -110,7 +110,7 @@ def test_airflow_starts_in_it_with_the_provider(image):
 
 
 def test_its_size_is_told(image, capsys):
-    """No compiler, no caches, not root."""
+    """It has no compiler and no caches, and does not run as root."""
     user = buildah("inspect", "--type", "image", "--format", "{{.OCIv1.Config.User}}", image)
     size = int(run(image, "sh", "-c", "du -sbx / 2>/dev/null || true").split()[0])
 
@@ -121,7 +121,7 @@ def test_its_size_is_told(image, capsys):
 
 
 def test_every_service_of_the_compose_file_is_a_command_of_the_image(image):
-    """And what they share lies where the image's user may write."""
+    """The image's user may write to the folders that they share."""
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     commands = sorted({service["command"][0] for service in services.values()})
     folders = {
@@ -144,7 +144,7 @@ def test_every_service_of_the_compose_file_is_a_command_of_the_image(image):
 
 
 def test_the_compose_file_names_settings_that_exist():
-    """Airflow's by its own list, ours by the provider's."""
+    """Airflow's settings from its own list, ours from the provider's."""
     from airflow.configuration import conf
 
     environment = yaml.safe_load(COMPOSE.read_text())["services"]["scheduler"]["environment"]
@@ -156,7 +156,7 @@ def test_the_compose_file_names_settings_that_exist():
 
 
 def test_the_compose_file_is_one():
-    """As docker's own program reads it; published to this machine alone."""
+    """Docker's own program can read it; it publishes to this machine alone."""
     program = shutil.which("docker-compose")
     if program is None and not os.environ.get("CI"):
         pytest.skip("needs docker-compose; CI installs it")

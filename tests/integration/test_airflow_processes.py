@@ -1,4 +1,4 @@
-"""Whatever a service home has started can be found and ended, however it was detached."""
+"""Every process of a service home can be found and ended, however it was detached."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def marked(home):
 
 
 def until(condition, seconds=10.0):
-    """True as soon as *condition* holds, False when it did not in time."""
+    """True as soon as *condition* is true, False when it was not in time."""
     give_up = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > give_up:
@@ -57,7 +57,7 @@ def home(tmp_path):
 
 
 def test_ends_a_process_that_left_its_session_and_parent(home):
-    """Training is detached by a double fork; the mark in its environment finds it."""
+    """A double fork detaches the training; the mark in its environment finds it."""
     subprocess.run([sys.executable, "-c", DETACH], env=marked(home), check=True)
     assert until(lambda: len(processes.belonging_to(home)) == 1)
 
@@ -94,7 +94,7 @@ def test_leaves_other_homes_alone(home, tmp_path_factory):
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_the_guard_ends_all_when_its_owner_is_gone(home, how):
-    """Neither a kill nor a Ctrl-C of the demo leaves anything behind."""
+    """Neither a kill nor a Ctrl-C of the demo leaves a process behind."""
     command = [sys.executable, "-c", OWNER, str(home)]
     with subprocess.Popen(SLEEP, env=marked(home), start_new_session=True) as service:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as owner:

@@ -47,7 +47,7 @@ def aws():
 
 @pytest.fixture(autouse=True)
 def nothing_inherited(monkeypatch, tmp_path):
-    """No key, profile or metadata service of this machine."""
+    """Remove keys, profile and metadata service of this machine."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -57,7 +57,7 @@ def nothing_inherited(monkeypatch, tmp_path):
 
 @pytest.fixture
 def connect(monkeypatch, aws):
-    """Makes connection ``store``; services are those of moto unless *extra* says otherwise."""
+    """Makes connection ``store``; its services are those of moto unless *extra* names others."""
 
     def make(extra=None, *, conn_type="envscaler_store", login=KEY, password=SECRET, places=True):
         services = {"service_config": {name: {"endpoint_url": aws} for name in ("s3", "sts")}}
@@ -75,7 +75,7 @@ def opened():
 
 
 def credentials_of(store):
-    """What the store's client signs its next request with."""
+    """The key that the store's client signs its next request with."""
     return store._client._request_signer._credentials.get_frozen_credentials()
 
 
@@ -95,7 +95,7 @@ def who_asks(store, aws):
 
 @pytest.mark.parametrize("conn_type", ["envscaler_store", "aws"])
 def test_login_and_password_are_key_and_secret(connect, conn_type):
-    """In a connection of the store's own type, and in one that the Amazon provider's operators use."""
+    """In a connection of the store's own type, and in one for the Amazon provider's operators."""
     connect(conn_type=conn_type)
 
     store = opened()
@@ -112,7 +112,7 @@ def test_a_session_token_of_the_connection_is_sent(connect):
 
 
 def test_a_role_of_the_connection_is_assumed(connect, aws):
-    """The store is read and written by the role, under the provider's name of the session."""
+    """The role reads and writes the store, with the provider's name for the session."""
     connect({"role_arn": ROLE})
 
     store = opened()
@@ -133,7 +133,7 @@ def test_a_role_is_assumed_again_before_its_keys_end(connect):
 
 
 def test_a_role_is_assumed_by_web_identity(connect, aws, tmp_path):
-    """As on a cluster that gives its pods a token; no key is in the connection."""
+    """As on a cluster that gives its pods a token; the connection has no key."""
     token = tmp_path / "token"
     token.write_text("a-token-of-the-cluster")
     extra = {
@@ -151,7 +151,7 @@ def test_a_role_is_assumed_by_web_identity(connect, aws, tmp_path):
 
 
 def test_a_web_identity_without_its_token_is_named(connect, tmp_path):
-    """With the path that was tried: the kubelet may write it a moment later."""
+    """The error has the path: the kubelet may write the file a moment later."""
     extra = {
         "role_arn": ROLE,
         "assume_role_method": "assume_role_with_web_identity",
@@ -186,7 +186,7 @@ def test_a_profile_of_the_connection_is_used(connect, tmp_path):
     ],
 )
 def test_the_endpoint_is_that_of_s3_else_that_of_all_services(connect, extra, port):
-    """As the provider documents; machines get the same one."""
+    """As the provider documents; machines get the same endpoint."""
     connect(extra, places=False)
 
     assert opened()._client.meta.endpoint_url == f"http://localhost:{port}"
@@ -194,7 +194,7 @@ def test_the_endpoint_is_that_of_s3_else_that_of_all_services(connect, extra, po
 
 
 def test_a_role_is_assumed_at_sts_and_not_at_the_endpoint_of_a_store(connect, aws):
-    """An S3-compatible store knows no roles; only ``service_config`` names another STS."""
+    """An S3-compatible store does not know roles; only ``service_config`` names another STS."""
     connect(
         {"role_arn": ROLE, "endpoint_url": DEAD, "service_config": {"sts": {"endpoint_url": aws}}},
         places=False,
@@ -207,7 +207,7 @@ def test_a_role_is_assumed_at_sts_and_not_at_the_endpoint_of_a_store(connect, aw
 
 
 def test_the_region_of_the_connection_is_that_of_the_client(connect):
-    """Also for a role, whose session is another."""
+    """Also for a role, which has its own session."""
     connect({"region_name": "eu-west-1"})
     assert opened()._client.meta.region_name == "eu-west-1"
 
@@ -219,14 +219,14 @@ def test_the_region_of_the_connection_is_that_of_the_client(connect):
     ("verify", "used"), [(False, False), ("false", False), ("/etc/own-ca.pem", "/etc/own-ca.pem")]
 )
 def test_certificates_are_trusted_as_the_connection_says(connect, verify, used):
-    """Not at all, or by a file of one's own; ``false`` is text where the connection is a URI."""
+    """Disabled, or with a file of the user's own; ``false`` is text where the connection is a URI."""
     connect({"verify": verify})
 
     assert opened()._client._endpoint.http_session._verify == used
 
 
 def test_options_of_botocore_reach_the_client(connect):
-    """``config_kwargs`` of the connection; what it does not name stays as this package sets it."""
+    """``config_kwargs`` of the connection; other settings stay as this package sets them."""
     connect({"config_kwargs": {"read_timeout": 7}})
 
     config = opened()._client.meta.config
@@ -235,7 +235,7 @@ def test_options_of_botocore_reach_the_client(connect):
 
 
 def test_a_connection_may_ask_for_unsigned_requests(connect):
-    """By the word that the provider has for it; here also on machines."""
+    """With the provider's name for it; here also on machines."""
     connect({"config_kwargs": {"signature_version": "unsigned"}}, login=None, password=None)
 
     assert opened()._client.meta.config.signature_version is UNSIGNED
@@ -243,7 +243,7 @@ def test_a_connection_may_ask_for_unsigned_requests(connect):
 
 
 def test_nobody_s_credentials_are_said_to_be_missing(connect):
-    """A connection without keys is this process's own identity, which has none here."""
+    """A connection without keys means this process's own identity, which has none here."""
     connect(login=None, password=None)
 
     with pytest.raises(StoreError, match="Unable to locate credentials: give the connection or the machine"):
@@ -251,7 +251,7 @@ def test_nobody_s_credentials_are_said_to_be_missing(connect):
 
 
 def test_a_role_that_nobody_may_assume_is_said_to_lack_credentials(connect):
-    """By the name of the connection, before the store is asked."""
+    """The error has the name of the connection, before any request to the store."""
     connect({"role_arn": ROLE}, login=None, password=None)
 
     with pytest.raises(StoreError, match="connection 'store': Unable to locate credentials"):
@@ -259,7 +259,7 @@ def test_a_role_that_nobody_may_assume_is_said_to_lack_credentials(connect):
 
 
 def test_no_answer_of_sts_may_pass(connect):
-    """A triggerer goes on asking, and a task's retry is not used up."""
+    """A triggerer keeps asking, and does not use up a task's retry."""
     config = {"retries": {"total_max_attempts": 1}, "connect_timeout": 1}
     connect(
         {"role_arn": ROLE, "config_kwargs": config, "service_config": {"sts": {"endpoint_url": DEAD}}},
@@ -289,7 +289,7 @@ def test_no_answer_of_sts_may_pass(connect):
     ],
 )
 def test_a_connection_that_cannot_be_used_is_named(connect, extra, fields, words):
-    """Before a machine is paid for; nobody else's identity is taken instead."""
+    """Before a machine costs money; no other identity replaces it."""
     connect(extra, **fields)
 
     with pytest.raises(SpecError, match=f"connection 'store'.*{words}"):
@@ -297,7 +297,7 @@ def test_a_connection_that_cannot_be_used_is_named(connect, extra, fields, words
 
 
 def test_prices_are_asked_for_by_the_role(monkeypatch, aws):
-    """By the hook for DAG code, from a connection of the provider's own type."""
+    """Through the hook for DAG code, from a connection of the provider's own type."""
     extra = {
         "role_arn": ROLE,
         "region_name": "us-east-1",
@@ -329,7 +329,7 @@ path.mkdir(parents=True, exist_ok=True)
 
 
 def looked(look, claim):
-    """The first value of *look* of which *claim* holds, within 1,200 looks: a busy machine has slow ones."""
+    """The first value of *look* for which *claim* is true, within 1,200 checks: a busy machine is slow."""
     for _ in range(1200):
         if claim(found := look()):
             return found
@@ -339,7 +339,7 @@ def looked(look, claim):
 
 @pytest.mark.timeout(180)
 def test_keys_of_a_connection_open_the_store_on_a_machine(connect, tmp_path):
-    """The sidecar has no identity of its own here; the training gets none, and no file holds the secret."""
+    """The sidecar has no identity here; the training gets none, and no file contains the secret."""
     connect()
     place = store_place(None, "store")
     store = for_run(place.open(), "dep/dag/run/train/-1")
@@ -374,7 +374,7 @@ def test_keys_of_a_connection_open_the_store_on_a_machine(connect, tmp_path):
 
 
 def test_an_operator_hands_the_login_of_its_connection_to_its_stage(connect, tmp_path, monkeypatch):
-    """As it does with the options; each start of the stage gets them."""
+    """As with the options; each start of the stage gets them."""
     connect()
     with operator_world(tmp_path, monkeypatch) as world:
         operator = world.operator(store_url=f"s3://{BUCKET}/of/ours", store_conn_id="store")

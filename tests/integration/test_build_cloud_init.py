@@ -1,4 +1,4 @@
-"""cloud-init's own schema accepts the user-data that is rendered."""
+"""cloud-init's own schema accepts the rendered user-data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def check(path: Path) -> subprocess.CompletedProcess[str]:
-    """What cloud-init says of a document."""
+    """cloud-init's messages about a document."""
     return subprocess.run(
         ["cloud-init", "schema", "--config-file", str(path)],
         capture_output=True,
@@ -37,7 +37,7 @@ def test_user_data_is_valid(name):
 
 
 def test_the_schema_does_refuse_what_is_wrong(tmp_path):
-    """So that the test above means something."""
+    """So that a success of the test above means something."""
     path = tmp_path / "user-data"
     path.write_text("#cloud-config\nruncmd: 1\npackages: {a: b}\n")
 

@@ -1,4 +1,4 @@
-"""A real docker daemon of this module's own: images built, pushed, pulled back and run; stages in them."""
+"""A real docker daemon of this module alone: images built, pushed, pulled back and run; stages in them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def client_of_daemon() -> str:
-    """A docker client here that can build: Debian's has BuildKit itself, newer ones need buildx."""
+    """A docker client that can build on this machine: Debian's includes BuildKit, newer ones need buildx."""
     for folder in os.environ["PATH"].split(os.pathsep):
         program = Path(folder, "docker")
         if not os.access(program, os.X_OK):
@@ -51,7 +51,7 @@ def client_of_daemon() -> str:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory):
-    """A dockerd with socket, storage and state of its own; it touches no bridge and no firewall."""
+    """A dockerd with socket, storage and state of its own; it changes no bridge and no firewall."""
     root = tmp_path_factory.mktemp("dockerd")
     socket = f"unix://{root}/docker.sock"
     (root / "bin").mkdir()
@@ -89,7 +89,7 @@ def daemon(tmp_path_factory):
 
 
 def docker(*words: str) -> str:
-    """What the client says; it must succeed."""
+    """Output of the client, which must succeed."""
     done = subprocess.run(["docker", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -150,7 +150,7 @@ def run(project, *words: str, code: int = 0):
 
 
 def run_entrypoint(name: str) -> list[str]:
-    """What the image's own command prints."""
+    """Output of the image's own command."""
     image = Docker().inspect(name)
     assert image is not None
     lines: list[str] = []
@@ -159,7 +159,7 @@ def run_entrypoint(name: str) -> list[str]:
 
 
 def test_an_image_is_built_pushed_pulled_back_and_run(project):
-    """Its program runs as a user that is not root; an unchanged spec builds nothing."""
+    """Its program runs as a user other than root; an unchanged spec builds nothing."""
     name = f"{project.registry}/team/tiny"
     pushed = project.call("build", "-t", name, "--push").out.strip()
     assert "unchanged, nothing to build" in project.call("build", "-t", name, "--push").said
@@ -172,7 +172,7 @@ def test_an_image_is_built_pushed_pulled_back_and_run(project):
 
 
 def test_only_what_changed_is_built_again(project):
-    """A source file costs one layer, by the digests of all."""
+    """A changed source file costs one layer, by the digests of all."""
     first = project.call("build").out.strip()
     (project.folder / "work" / "main.py").write_text("print('changed')\n")
 
@@ -186,7 +186,7 @@ def test_only_what_changed_is_built_again(project):
 
 
 def test_layers_travel_through_a_registry(project):
-    """With this machine's own cache gone, every layer of the packages comes from the first build's."""
+    """Without this machine's own cache, every layer of the packages comes from the first build's cache."""
     (project.folder / "work" / "main.py").write_text("print('cached')\n")
     cache = f"{project.registry}/cache/tiny"
     name = project.call("build", "--cache", cache).out.strip()
@@ -200,7 +200,7 @@ def test_layers_travel_through_a_registry(project):
 
 
 def test_a_stage_runs_with_volumes_variables_limits_and_a_secret(project, monkeypatch):
-    """The secret reaches the command, and no word of a command line, layer, label, lock or log."""
+    """The secret reaches the command, but no command line, layer, label, lock or log."""
     (project.folder / "data").mkdir()
     (project.folder / "data" / "x").write_text("from the host")
     for folder in (project.folder, project.folder / "data"):
@@ -243,7 +243,7 @@ def test_a_stage_runs_with_volumes_variables_limits_and_a_secret(project, monkey
 
 
 def test_a_bucket_is_copied_in_for_the_time_of_the_run(project, monkeypatch, tmp_path):
-    """By the sidecar's own code; what may be written is brought back after a success."""
+    """The sidecar's own code does it; writable volumes are copied back after a success."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -277,7 +277,7 @@ def test_a_bucket_is_copied_in_for_the_time_of_the_run(project, monkeypatch, tmp
 
 
 def test_a_command_that_is_interrupted_ends_and_leaves_no_container(project):
-    """Ctrl-C reaches the command; nothing runs on."""
+    """Ctrl-C reaches the command; nothing keeps running."""
     words = [sys.executable, "-m", "envscaler_airflow.cli", "run", "-f", "envscaler.yaml"]
     words += ["--target", "docker", "--", "sh", "-c", "echo begun; sleep 250"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -41,7 +41,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
-    """Image storage of this module alone, in which commands are isolated by chroot."""
+    """Image storage of this module alone, with commands isolated by chroot."""
     root = tmp_path_factory.mktemp("storage")
     config = root / "storage.conf"
     config.write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{root}/graph"\nrunroot = "{root}/run"\n')
@@ -74,7 +74,7 @@ def base(storage, registry, base_tar, tmp_path_factory):
         image = f"{registry}/{name}:1"
         subprocess.run(["buildah", "build", "--quiet", "-f", file, "-t", image, "."], cwd=folder, check=True)
         subprocess.run(["buildah", "push", "--quiet", "--tls-verify=false", image], check=True)
-        # Pulled as everybody does: a base that was built here has another digest than its registry's.
+        # Pulled as by any user: a base that was built here has another digest than its registry's.
         subprocess.run(["buildah", "rmi", image], check=True, capture_output=True)
         assert Buildah().pull(image, Access(tls_verify=False)) is None
     (folder / "base.tar").unlink()
@@ -122,7 +122,7 @@ def layers(name: str) -> tuple[str, ...]:
 
 
 def run_entrypoint(name: str) -> str:
-    """What the image's own command prints."""
+    """Output of the image's own command."""
     image = Buildah().inspect(name)
     assert image is not None
     lines: list[str] = []
@@ -131,7 +131,7 @@ def run_entrypoint(name: str) -> str:
 
 
 def test_an_image_is_built_pushed_pulled_back_and_run(project):
-    """Its program runs as a user that is not root, with the package that its spec asked for."""
+    """Its program runs as a user other than root, with the package that its spec requires."""
     pushed = project.build("-t", f"{project.registry}/team/tiny", "--push").name
     tagged, _, digest = pushed.partition("@")
     subprocess.run(["buildah", "rmi", tagged], check=True, capture_output=True)
@@ -143,7 +143,7 @@ def test_an_image_is_built_pushed_pulled_back_and_run(project):
 
 
 def test_only_what_changed_is_built_again(project, wheels):
-    """Nothing for an unchanged spec, one layer for a source file, those from it on for a requirement."""
+    """An unchanged spec costs nothing, a source file one layer, a requirement its layer and all after it."""
     first = project.build()
     again = project.build()
     assert "unchanged, nothing to build" in again.said
@@ -160,14 +160,14 @@ def test_only_what_changed_is_built_again(project, wheels):
     changed = project.build()
     of_requirement = layers(changed.name)
     same = [one == other for one, other in zip(of_source, of_requirement, strict=True)]
-    # Base, user, installer, environment and the file that names the user's stay.
+    # Base, user, installer, environment and the list of the user's requirements files stay.
     assert same[:5] == [True] * 5
     assert same[5:7] == [False] * 2
     assert changed.said.count("from cache") == 5
 
 
 def test_a_lock_builds_the_same_versions_and_names_what_is_gone(project, wheels):
-    """A newer version on the index changes nothing; a deleted one is named."""
+    """A newer version on the index changes nothing; an error names a deleted one."""
     project.build("--lock", "lock.json")
     lock = json.loads((project.folder / "lock.json").read_text())
     assert lock["packages"] == {"greeting": "1.0"}
@@ -191,7 +191,7 @@ def test_a_lock_builds_the_same_versions_and_names_what_is_gone(project, wheels)
 
 
 def test_a_system_package_is_installed_and_held_by_a_lock(project):
-    """By apt, in a layer below Python's; the lock names its version and builds that."""
+    """Apt installs it in a layer below Python's; the lock has its version and builds that."""
     with (project.folder / "envscaler.yaml").open("a") as file:
         file.write("system_packages: [hello]\n")
 
@@ -244,7 +244,7 @@ def test_what_fails_in_the_image_is_not_pushed(project):
 
 
 def test_credentials_of_an_index_are_in_no_layer_log_or_output(project, wheels, monkeypatch, tmp_path):
-    """The build installs with them, and they are nowhere afterwards."""
+    """The build installs with them, and no part of the image contains them."""
     private = Index(wheels.folder, password=f"me:{CANARY}")
     monkeypatch.setenv("WHEELS", f"me:{CANARY}")
     try:
@@ -254,7 +254,7 @@ def test_credentials_of_an_index_are_in_no_layer_log_or_output(project, wheels, 
         private.close()
 
     Buildah().save(got.name, tmp_path / "image.tar")
-    assert b"greeting.text" in (tmp_path / "image.tar").read_bytes()  # layers can be read in it
+    assert b"greeting.text" in (tmp_path / "image.tar").read_bytes()  # its layers can be read
     words = ["grep", "-rlF", CANARY, str(tmp_path), os.environ["XDG_CACHE_HOME"]]
     assert subprocess.run(words, capture_output=True, check=False).stdout == b""
     assert CANARY not in got.said + got.out
@@ -344,7 +344,7 @@ def recipe(project, wheels):
 
 
 def test_the_recipes_of_the_how_to_work(recipe, project):
-    """CI validates, builds, tests and pushes; CD builds the serving variant and renders what is deployed."""
+    """CI validates, builds, tests and pushes; CD builds the serving variant and renders the deployment."""
     ci, cd = recipe("ci"), recipe("cd")
 
     assert ci.returncode == 0, ci.stdout + ci.stderr
@@ -368,7 +368,7 @@ def test_the_ci_recipe_pushes_nothing_whose_tests_fail(recipe, project):
 
 
 def certificates(folder: Path, host: str) -> tuple[Path, Path]:
-    """A certificate authority's file, and a server's key with its certificate by it."""
+    """A certificate authority's file, and a server's key with the certificate that it signed."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -1,4 +1,4 @@
-"""``envscaler run`` on this machine: its environment is made once, locked, and made again exactly."""
+"""``envscaler run`` on this machine: it builds its environment once, locks it, and rebuilds it exactly."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def project(tmp_path):
 
 
 def lock_of(folder: Path, name: str) -> dict:
-    """The lock that the run of that name left in the store."""
+    """The lock of the run of that name, from the store."""
     (path,) = (folder / "store").rglob(f"{name}/*/*/lock.json")
     return json.loads(path.read_text())
 
 
 def test_a_run_has_its_own_environment_which_a_lock_makes_again(project):
-    """A newer version on the index counts for a new run and not for a locked one; a deleted one is named."""
+    """A newer version on the index counts for a new run, not for a locked one; a deleted one is named."""
     first = project("--name", "first")
     assert "hello True" in first.stdout
     assert "missing system packages: no-such-package-of-debian; run `apt-get install" in first.stderr
@@ -88,7 +88,7 @@ def test_a_run_has_its_own_environment_which_a_lock_makes_again(project):
 
     again = project("--name", "again", "--", "python", "-c", "import greeting; print(greeting.text * 2)")
     assert "hellohello" in again.stdout
-    assert "environment " not in again.stderr  # made once, used twice
+    assert "environment " not in again.stderr  # built once, used twice
 
     write_wheel(project.wheels, "greeting", "1.1", "newer")
     (project.folder / "requirements.txt").write_text("greeting>1\n")
@@ -103,7 +103,7 @@ def test_a_run_has_its_own_environment_which_a_lock_makes_again(project):
 
 
 def test_a_build_that_is_told_to_end_leaves_no_credentials(tmp_path):
-    """SIGTERM, as from CI, while the base is fetched: exit code 143, and its scratch folder is gone."""
+    """SIGTERM, as from CI, during the download of the base: exit code 143, and its scratch folder is gone."""
     scratch, programs = tmp_path / "scratch", tmp_path / "bin"
     scratch.mkdir()
     programs.mkdir()

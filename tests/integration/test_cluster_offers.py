@@ -12,7 +12,7 @@ from envscaler_airflow.cli import main
 
 
 def test_nodes_of_a_cluster_are_offers(tmp_path, monkeypatch):
-    """What the server says of its nodes, at one's own price."""
+    """Nodes of the API server, at the user's own price."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path / "cache"))
     with Cluster(nodes=2) as cluster:
         backend = KubernetesBackend(kubeconfig=str(cluster.kubeconfig(tmp_path / "config")))

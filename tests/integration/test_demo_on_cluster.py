@@ -1,4 +1,4 @@
-"""What the demo does to a cluster: an eviction in the middle, and nothing left at the end."""
+"""What the demo does to a cluster: an eviction during a stage, and nothing left at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envscaler_airflow.planning.offers import Allocation
 
 @pytest.fixture
 def cluster():
-    """One node; training plays the wrapper."""
+    """One node; the training plays the wrapper."""
     with Cluster(nodes=1, speed=5) as made:
         made.script(Program(seconds=0), container="install")
         made.script(Program(term_code=0), container="sidecar")
@@ -24,7 +24,7 @@ def cluster():
 
 @pytest.fixture
 def place(cluster, tmp_path, monkeypatch):
-    """By the environment, as a person sets it."""
+    """From the environment, as a user sets it."""
     (tmp_path / "store").mkdir()
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig(tmp_path / "config")))
     monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")
@@ -44,13 +44,13 @@ def start(place, deployment):
 
 
 def uids(cluster):
-    """Pods that run and are not being ended."""
+    """Running pods that do not terminate."""
     pods = [pod for pod in cluster.list(PODS, "default") if pod["status"].get("phase") == "Running"]
     return {pod["metadata"]["uid"] for pod in pods if "deletionTimestamp" not in pod["metadata"]}
 
 
 def eventually(claim):
-    """Return once *claim* holds."""
+    """Return once *claim* is true."""
     until = time.monotonic() + 20
     while not claim():
         assert time.monotonic() < until
@@ -71,7 +71,7 @@ def test_an_evicted_pod_is_made_again(cluster, place):
 
 
 def test_only_its_own_jobs_are_removed(cluster, place):
-    """What others run in the namespace is theirs."""
+    """Other users' objects in the namespace stay."""
     start(place, place.deployment)
     other = start(place, "somebodys")
 

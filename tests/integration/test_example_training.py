@@ -1,7 +1,7 @@
 """The example's stages as real processes: killed, moved and resumed, they end with the same model.
 
-The test stands in for the sidecar: it lays out the spool folder, takes
-complete checkpoints away, and gives the newest one to the next life.
+The test stands in for the sidecar: it creates the spool folder, moves
+complete checkpoints out of it, and gives the newest one to the next attempt.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def _finish(process):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A small corpus of what is really installed here."""
+    """A small corpus from the installed packages."""
     folder = tmp_path_factory.mktemp("data")
     sizes = ["--per-label=40", "--least-per-label=40", "--least-documents=200", "--features=1024"]
     _finish(_run("prepare.py", "--output", folder, *sizes))
@@ -47,17 +47,17 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """The model of a training that nobody disturbed, by one process."""
+    """The model of an uninterrupted training by one process."""
     folder = tmp_path_factory.mktemp("whole")
     _finish(_run("train.py", "--data", data, "--output", folder, "--processes=1", *SIZES))
     return folder
 
 
 class Life:
-    """One attempt of the training, on a machine of so many CPUs, going on from *restore*."""
+    """One attempt of the training, on a machine of so many CPUs, resumed from *restore*."""
 
     def __init__(self, folder, data, *, attempt, processes, restore=None):
-        """Lay out the spool folder and start the process."""
+        """Create the spool folder and start the process."""
         self.spool = folder / f"a{attempt}"
         self.output = folder / "model"
         (self.spool / "checkpoints").mkdir(parents=True)
@@ -73,7 +73,7 @@ class Life:
         self.process = _run("train.py", *arguments, env=env, start_new_session=True)
 
     def take_checkpoints(self):
-        """Do what the sidecar does; True while the process lives."""
+        """Do the sidecar's work; True while the process lives."""
         alive = self.process.poll() is None
         checkpoints = self.spool / "checkpoints"
         complete = sorted(path for path in checkpoints.iterdir() if parse_checkpoint_name(path.name))
@@ -95,7 +95,7 @@ class Life:
         return False
 
     def lose(self):
-        """SIGKILL to every process at once, as when a machine is taken away."""
+        """SIGKILL to every process at once, as when a machine is lost."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=10)
         self.take_checkpoints()
@@ -115,14 +115,14 @@ class Life:
         return self.process.wait(timeout=1)
 
     def place(self):
-        """Epoch and position in its order of the newest checkpoint."""
+        """Epoch of the newest checkpoint, and the position in its order."""
         place = json.loads((self.newest / "place.json").read_text())["place"]
         return place["epoch"], place["position"]
 
 
 @pytest.fixture
 def lives(tmp_path, data):
-    """Make attempts one after the other; none outlives the test."""
+    """Make attempts one after another; none outlives the test."""
     made = []
     numbers = itertools.count(1)
 
@@ -151,17 +151,17 @@ def _assert_same(model, whole):
 
 
 def test_two_processes_train_the_model_of_one(data, whole, tmp_path):
-    """The shards of a batch are summed in one order, however many processes compute them."""
+    """The shards of a batch are summed in one order, for any number of processes."""
     _finish(_run("train.py", "--data", data, "--output", tmp_path, "--processes=2", *SIZES))
 
     with np.load(tmp_path / "model.npz") as two, np.load(whole / "model.npz") as one:
-        assert np.array_equal(two["vector"], one["vector"])  # to the bit
+        assert np.array_equal(two["vector"], one["vector"])  # equal to the bit
     _assert_same(tmp_path, whole)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_killed_at_any_point_it_ends_with_the_same_model(lives, whole, seed):
-    """Three losses at random points, on one CPU and on two; the last life finishes."""
+    """Three losses at random points, on one CPU and on two; the last attempt finishes."""
     draw = random.Random(seed)
     restore, losses = None, 0
 
@@ -169,7 +169,7 @@ def test_killed_at_any_point_it_ends_with_the_same_model(lives, whole, seed):
         life = lives(draw.choice([1, 2]), restore)
         if not life.until(draw.randint(1, 12)):
             break
-        time.sleep(draw.uniform(0, 0.03))  # anywhere in a step, or in the middle of a save
+        time.sleep(draw.uniform(0, 0.03))  # anywhere in a step, or during a save
         life.lose()
         restore, losses = life.newest, losses + 1
     last = lives(2, restore)
@@ -180,7 +180,7 @@ def test_killed_at_any_point_it_ends_with_the_same_model(lives, whole, seed):
 
 
 def test_moved_at_an_epoch_end_to_another_number_of_processes(lives, whole):
-    """Asked to leave it saves at the end of an epoch, says so by its exit code, and goes on elsewhere."""
+    """On a request it saves at the end of an epoch, exits with the protocol's code, and resumes elsewhere."""
     first = lives(1)
     assert first.until(2)
     first.ask_to_leave()
@@ -196,7 +196,7 @@ def test_moved_at_an_epoch_end_to_another_number_of_processes(lives, whole):
 
 
 def test_no_worker_outlives_a_killed_training(lives):
-    """Its children read the end of their pipe when the parent is gone by SIGKILL, and end by themselves."""
+    """After SIGKILL of the parent its children read the end of their pipe, and end by themselves."""
     life = lives(2)
     assert life.until(1)
     group = life.process.pid
@@ -214,7 +214,7 @@ def test_no_worker_outlives_a_killed_training(lives):
 
 
 def test_a_lost_worker_ends_the_training(lives):
-    """A child that is killed is an error that names it, not a training that waits for ever."""
+    """A killed child causes an error that names it, rather than a training that waits for ever."""
     life = lives(2)
     assert life.until(1)
     children = Path(f"/proc/{life.process.pid}/task/{life.process.pid}/children")
@@ -238,7 +238,7 @@ def test_scores_what_was_held_out(data, whole, tmp_path):
 
 
 def test_nothing_that_is_held_out_was_trained_on(data, monkeypatch):
-    """No held-out text has the words of a training row; and the split has about the sizes asked for."""
+    """No held-out text has the words of a training row; and the split has about the requested sizes."""
     monkeypatch.syspath_prepend(str(STAGES))
     model, text = importlib.import_module("model"), importlib.import_module("text")
     facts = json.loads((data / "labels.json").read_text())

@@ -1,4 +1,4 @@
-"""kubectl speaks to the fake cluster, over HTTPS."""
+"""kubectl works with the fake cluster, over HTTPS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake cluster runs containers for real: files, signals, exit codes, nothing left behind."""
+"""The fake cluster runs containers for real: files, signals, exit codes, no process left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cluster(tmp_path):
 
 
 def wait_for(what, seconds=20.0):
-    """Look until *what* is true; its value."""
+    """Check until *what* is true; its value."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found = what()
@@ -48,7 +48,7 @@ def container(script, name="main", **more):
 
 
 def over(cluster, name):
-    """The pod once it is over, else None."""
+    """The pod once it has ended, else None."""
     found = cluster.get(PODS, name)
     return found if found and found["status"]["phase"] in {"Succeeded", "Failed"} else None
 
@@ -77,7 +77,7 @@ def test_init_container_and_volumes_reach_the_main_container(cluster):
 
 
 def test_signals_and_exit_codes_are_those_of_a_container(cluster):
-    """A handler gives its own code; PID 1 without one is killed after the grace period."""
+    """A handler sets its own code; PID 1 without one is killed after the grace period."""
     cluster.create(PODS, pod("polite", container("trap 'exit 9' TERM; echo up; while :; do sleep 0.1; done")))
     cluster.create(PODS, pod("deaf", container("echo up; sleep 60; true"), terminationGracePeriodSeconds=1))
     wait_for(lambda: cluster.log("polite") and cluster.log("deaf"))
@@ -115,7 +115,7 @@ def test_memory_beyond_the_limit_is_an_oom_kill(cluster):
 
 
 def test_a_sidecar_ends_after_the_main_container(cluster):
-    """It is told to end when the main one is over, and the pod's phase is the main one's."""
+    """It gets SIGTERM when the main one has ended, and the pod's phase is the main one's."""
     side = container(
         "trap 'echo bye; exit 0' TERM; while :; do sleep 0.1; done", "side", restartPolicy="Always"
     )
@@ -145,7 +145,7 @@ def test_an_indexed_job_knows_its_index_and_address(cluster):
 
 
 def test_nothing_runs_on_after_the_cluster(tmp_path):
-    """Also what a container put into sessions of its own."""
+    """Also processes that a container put into sessions of its own."""
     with Cluster(executor=Processes(tmp_path / "state")) as cluster:
         cluster.create(PODS, pod("p", container("setsid sleep 987654 & echo up; sleep 987654")))
         wait_for(lambda: cluster.log("p"))

@@ -1,4 +1,4 @@
-"""``submit``, ``reap`` and ``kubernetes rbac`` as a person types them, on the fake cluster."""
+"""``submit``, ``reap`` and ``kubernetes rbac`` as a user types them, on the fake cluster."""
 
 import os
 import subprocess
@@ -51,10 +51,10 @@ def shell(tmp_path, monkeypatch):
 
 
 def test_a_stage_is_submitted_shown_and_adopted(shell, monkeypatch):
-    """The same name again goes on with what is there; others read it by name.
+    """The same name again continues the run; others read it by name.
 
-    One watch shows what a question each second would (D16), and of the volume with the store the pod has
-    the folder of its own run alone.
+    One watch replaces a query each second (D16), and of the store's volume the pod sees only
+    the folder of its own run.
     """
     started = []
     real = shared_watch.View.start
@@ -83,7 +83,7 @@ def test_a_stage_is_submitted_shown_and_adopted(shell, monkeypatch):
 
 
 def test_a_name_that_another_process_holds_is_taken_over(shell, tmp_path):
-    """The one that was first ends and says why; the pod runs on; anybody can follow and stop it."""
+    """The first shell ends and reports why; the pod keeps running; any shell can follow and stop it."""
     forever = "import time; print('hello from the pod', flush=True); time.sleep(600)"
     (tmp_path / "hello.yaml").write_text(SPEC.replace("print('hello from the pod', flush=True)", forever))
     words = ("submit", "-f", "hello.yaml", "--name", "first", "--config", "settings.yaml")
@@ -110,7 +110,7 @@ def test_a_name_that_another_process_holds_is_taken_over(shell, tmp_path):
 
 
 def test_a_run_whose_process_was_killed_is_stopped_on_its_own_cluster(shell, tmp_path, monkeypatch):
-    """Not on that of the shell's usual context, nor in its usual namespace (D6)."""
+    """Not on the cluster of the shell's usual context, nor in its usual namespace (D6)."""
     shell.cluster.create(NAMESPACES, {"metadata": {"name": "ml"}})
     own = (tmp_path / "config").rename(tmp_path / "own-config")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
@@ -135,7 +135,7 @@ def test_a_run_whose_process_was_killed_is_stopped_on_its_own_cluster(shell, tmp
 
 
 def started(stack, *words):
-    """A process of its own, ended when the test is."""
+    """A process of its own, which ends with the test."""
     process = subprocess.Popen(
         [sys.executable, "-m", "envscaler_airflow.cli", *words],
         stdout=subprocess.PIPE,
@@ -158,12 +158,12 @@ def until(claim, *, seconds=60):
 
 
 def names_of(shell):
-    """Jobs that there are."""
+    """Existing Jobs."""
     return [job["metadata"]["name"] for job in shell.cluster.list(JOBS, "default")]
 
 
 def test_an_offer_whose_node_does_not_come_is_followed_by_the_next(shell, tmp_path):
-    """The cheapest first; after its time the attempt is given up as not started."""
+    """The cheapest first; after its time the attempt is abandoned as not started."""
     settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
     settings["wait_for_node_s"] = 8
     settings["cluster_prices"] = [
@@ -181,7 +181,7 @@ def test_an_offer_whose_node_does_not_come_is_followed_by_the_next(shell, tmp_pa
 
 
 def test_a_context_that_does_not_exist_is_named(shell):
-    """And nothing is made."""
+    """And no Job is created."""
     result = shell("submit", "-f", "hello.yaml", "--cluster", "elsewhere", "--config", "settings.yaml")
 
     assert result.exit_code == 2
@@ -190,7 +190,7 @@ def test_a_context_that_does_not_exist_is_named(shell):
 
 
 def test_reap_leaves_what_is_young_and_what_is_of_another_store(shell):
-    """Nothing goes of an attempt that ended a moment ago."""
+    """An attempt that ended a moment ago keeps everything."""
     shell("submit", "-f", "hello.yaml", "--name", "first", "--config", "settings.yaml")
 
     result = shell("reap", "--config", "settings.yaml")
@@ -202,7 +202,7 @@ def test_reap_leaves_what_is_young_and_what_is_of_another_store(shell):
 
 @pytest.mark.parametrize("grace", ["nan", "-3", "inf"])
 def test_a_grace_that_is_no_time_is_refused(grace):
-    """Before anything is asked of a cluster."""
+    """The error comes before any request to a cluster."""
     result = CliRunner().invoke(main, ["reap", "--grace", grace])
 
     assert result.exit_code == 2
@@ -210,7 +210,7 @@ def test_a_grace_that_is_no_time_is_refused(grace):
 
 
 def test_the_rights_are_printed_for_kubectl():
-    """For a namespace and an account; valid, and without nodes when these are not to be read."""
+    """For a namespace and an account; valid, and without nodes if the Role may not read them."""
     words = ["kubernetes", "rbac", "--namespace", "ml", "--account", "runner"]
 
     whole, less = (CliRunner().invoke(main, [*words, *more]).output for more in ([], ["--no-nodes"]))
@@ -231,7 +231,7 @@ def test_the_rights_are_printed_for_kubectl():
 
 
 def test_the_right_to_list_all_pods_is_printed_when_asked_for():
-    """A cluster that adds no nodes needs it, no other does (D16)."""
+    """Only a cluster that adds no nodes needs it (D16)."""
     usual, more = (
         list(yaml.safe_load_all(CliRunner().invoke(main, ["kubernetes", "rbac", *words]).output))
         for words in ([], ["--all-pods"])

@@ -1,6 +1,6 @@
 """The contract suite of tests/e2e/kubernetes on the fake cluster, with real processes in its containers.
 
-Its orders come through exec, as on a real one (D10).
+Its orders come through exec, as on a real cluster (D10).
 """
 
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """One node of two CPUs, whose GPUs are counted and not there; its namespaces take a while to go."""
+    """One node of two CPUs, with counted but absent GPUs; its namespaces take a while to be deleted."""
     if os.geteuid() != 0:
         pytest.skip("containers need mount namespaces")
     folder = tmp_path_factory.mktemp("cluster")
@@ -38,7 +38,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def harness(place):
-    """The backend on the cluster, and a hand on its pods."""
+    """The backend on the cluster, with control over its pods."""
     made = ClusterHarness(place)
     yield made
     made.close()

@@ -86,7 +86,7 @@ class Pod:
         return process
 
     def close(self):
-        """Leave no process."""
+        """Leave no process behind."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -95,7 +95,7 @@ class Pod:
 
 @pytest.fixture
 def pods(tmp_path):
-    """Makes pods on one store, and ends what they started."""
+    """Makes pods on one store, and ends their processes."""
     url = f"file://{tmp_path}/store"
     store = for_run(open_store(url), PREFIX)
     spec = {"version": "v1", "name": "s", "entrypoint": ["x"]}
@@ -120,18 +120,18 @@ def ends(process, *, seconds=40):
 
 
 def output(store, node=0):
-    """All that a node printed, by the store."""
+    """All output of a node, from the store."""
     root = open_store(store.url.removesuffix(f"/{PREFIX}"))
     return read_logs(root, PREFIX, attempt=(1, 1), node=node, budget=1 << 20)[0].decode()
 
 
 def status(store, node=0):
-    """What a node last said."""
+    """A node's last status."""
     return Status.from_json(store.read(status_name(1, 1, node)), where="status")
 
 
 def test_a_pod_trains_and_goes_when_everything_is_uploaded(pods):
-    """The agent is found without being installed; the container ends after its uploads."""
+    """The agent is found without an installation; the container ends after its uploads."""
     pod = pods("a")
     sidecar, main = pod.sidecar(), pod.training("--flag")
 
@@ -144,7 +144,7 @@ def test_a_pod_trains_and_goes_when_everything_is_uploaded(pods):
 
 
 def test_a_failure_keeps_its_exit_code(pods):
-    """What the command said is what the container says."""
+    """The container's exit code is the command's."""
     pod = pods("a", CODE="3")
     pod.sidecar()
 
@@ -153,7 +153,7 @@ def test_a_failure_keeps_its_exit_code(pods):
 
 
 def test_a_training_that_is_killed_is_told_by_its_sidecar(pods):
-    """SIGKILL leaves no word: the sidecar tells it, and uploads what there was."""
+    """SIGKILL leaves no report: the sidecar reports it, and uploads the existing output."""
     pod = pods("a")
     sidecar = pod.sidecar()
     main = pod.training(script="import time; print('begun', flush=True); time.sleep(600)")
@@ -172,7 +172,7 @@ def test_a_training_that_is_killed_is_told_by_its_sidecar(pods):
 
 
 def test_a_pod_that_comes_instead_goes_on_with_the_log(pods):
-    """An empty disk, and yet nothing that the first one printed is overwritten."""
+    """An empty disk, and yet no output of the first one is overwritten."""
     first = pods("a", CODE="3")
     first.sidecar()
     ends(first.training("first"))
@@ -186,7 +186,7 @@ def test_a_pod_that_comes_instead_goes_on_with_the_log(pods):
 
 
 def test_nodes_meet_at_the_address_of_node_0(pods):
-    """Published in the store by node 0; it stands in the environment and in the command."""
+    """Node 0 publishes it in the store; it is in the environment and in the command."""
     zero, one = pods("a", node=0, nodes=2), pods("b", node=1, nodes=2)
     one.sidecar()
     later = one.training("--rdzv-endpoint=$ENVSCALER_RENDEZVOUS")
@@ -200,7 +200,7 @@ def test_nodes_meet_at_the_address_of_node_0(pods):
 
 
 def test_two_pods_that_were_evicted_at_once_meet_again(pods):
-    """Node 1's new pod comes first, and takes nothing of the old node 0: no end and no address (D14)."""
+    """Node 1's new pod comes first, and takes neither end nor address of the old node 0 (D14)."""
     old = [pods(f"old-{node}", node=node, nodes=2, POD_UID=f"old-{node}") for node in (0, 1)]
     sidecars = [pod.sidecar() for pod in old]
     mains = [pod.training(str(pod.home / "go"), script=WAIT) for pod in old]
@@ -236,7 +236,7 @@ def is_running(pods, node):
 
 
 def test_a_pod_that_is_stopped_before_it_is_ready_goes_at_once(pods):
-    """The sidecar has not spoken yet; PID 1 must not wait for SIGKILL."""
+    """The sidecar has not reported yet; PID 1 must not wait for SIGKILL."""
     pod = pods("a")
     main = pod.training()
     time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The suite for real clusters can be taken away from everything of the fake one."""
+"""The suite for real clusters works without the code of the fake one."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ sys.modules["fakes"] = None
 
 
 def test_the_suite_for_real_clusters_needs_nothing_of_the_fake(tmp_path):
-    """It is collected, and skipped for want of a cluster, where `fakes` cannot be imported."""
+    """It is collected, and skipped without a cluster, where `fakes` cannot be imported."""
     (tmp_path / "no_fakes.py").write_text(BLOCK)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     for name in ("KUBECONFIG", "ENVSCALER_IMAGE", "ENVSCALER_STORE_URL"):

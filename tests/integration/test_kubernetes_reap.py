@@ -1,4 +1,4 @@
-"""What is left on a cluster is removed when nobody owns it, and only then."""
+"""The reaper removes orphaned objects of a cluster, and no others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class World:
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """Jobs are old from the start."""
-    monkeypatch.setattr(reap_module, "YOUNG_S", -1e6)  # whatever the two clocks say
+    monkeypatch.setattr(reap_module, "YOUNG_S", -1e6)  # for any difference of the two clocks
     with Cluster(nodes=1, speed=5) as cluster:
         cluster.script(Program(seconds=0), container="install")
         cluster.script(Program(term_code=0), container="sidecar")
@@ -81,7 +81,7 @@ OTHER = RunKey("staging", "dag", "gone", "train")
 
 
 def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
-    """It may still save; then its end is recorded and its Job removed (D6). Others stay."""
+    """It may still save; then the reaper records its end and removes its Job (D6). Others stay."""
     good, gone = world.run(GOOD), world.run(GONE)
 
     def over(key):
@@ -103,7 +103,7 @@ def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
 
 
 def test_a_job_whose_run_has_ended_is_removed(world):
-    """Nobody has to be asked: its events say so."""
+    """Airflow is not asked: the run's events show the end."""
     name = world.run(GONE)
     EventLog(world.store, GONE.prefix).append(3, "failed", {"generation": 1, "reason": "r"}, actor=None)
     ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
@@ -114,7 +114,7 @@ def test_a_job_whose_run_has_ended_is_removed(world):
 
 
 def test_the_operator_asks_airflow_for_tasks_of_its_own_deployment(world, monkeypatch):
-    """What another Airflow owns on the same store is judged by its events alone."""
+    """A run of another Airflow on the same store is judged by its events alone."""
     good, gone, other = (world.run(key) for key in (GOOD, GONE, OTHER))
     asked = []
 
@@ -135,7 +135,7 @@ def test_the_operator_asks_airflow_for_tasks_of_its_own_deployment(world, monkey
 
 
 def test_a_store_that_holds_nothing_of_a_deployment_ends_nothing(world, tmp_path):
-    """A folder that is not mounted here, or another cluster's at the same path: its runs cannot be told."""
+    """A folder that is not mounted here, or another cluster's at the same path: its runs are unknown."""
     name = world.run(GOOD)
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     (tmp_path / "store").mkdir()
@@ -148,7 +148,7 @@ def test_a_store_that_holds_nothing_of_a_deployment_ends_nothing(world, tmp_path
 
 @pytest.mark.parametrize("text", [None, b"torn"], ids=["newer-event", "torn-event"])
 def test_a_run_that_cannot_be_told_is_left_alone(world, text):
-    """Events of a newer version, or of nobody: nothing of it ends, and all else is removed as ever."""
+    """Events of a newer version, or without an owner: the run stays, all others are removed as before."""
     good, gone = world.run(GOOD), world.run(GONE)
     ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
     for key in (GOOD, GONE):
@@ -163,7 +163,7 @@ def test_a_run_that_cannot_be_told_is_left_alone(world, text):
 
 
 def test_a_start_that_nobody_recorded_is_ended(world):
-    """The owner died between the Job and its event: no handle says what to stop but the Job itself."""
+    """The owner died between the Job and its event: without a handle, only the Job shows what to stop."""
     name = world.run(GONE)
     world.store.delete(f"{GONE.prefix}/events/000003.json")
     gone = {"task_is_over": lambda _key: "its task is failed in Airflow"}
@@ -177,7 +177,7 @@ def test_a_start_that_nobody_recorded_is_ended(world):
 
 
 def test_a_run_from_a_shell_is_no_task(monkeypatch):
-    """Airflow knows nothing of it, and that is no reason to end it."""
+    """Airflow does not know the run, and that is not a reason to end it."""
     monkeypatch.setattr(states, "task_state", lambda *_: "removed")
 
     assert states.why_over(RunKey("prod", "shell", "first", "train")) is None

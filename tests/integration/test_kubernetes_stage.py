@@ -26,7 +26,7 @@ def place(tmp_path_factory):
             patch.setenv("ENVSCALER_IMAGE", f"python:{sys.version_info.major}")
             patch.setenv("ENVSCALER_STORE_URL", f"file://{folder}/store")
             patch.setenv("ENVSCALER_NAMESPACE", "tests")
-            Place.of_environment().close()  # as a module before this one does: the namespace goes slowly
+            Place.of_environment().close()  # like an earlier module: the namespace is deleted slowly
             made = Place.of_environment()
         yield made
         made.close()

@@ -1,4 +1,4 @@
-"""Integration tests: local nodes are killed at every step, and leave neither a process nor a double."""
+"""Integration tests: local nodes are killed at every step, and leave neither a process nor a duplicate."""
 
 import dataclasses
 import hashlib
@@ -38,11 +38,11 @@ if os.fork() == 0:           # a grandchild that leaves session and parent
 open(sys.argv[2], "a").write("up\\n")
 time.sleep(600)
 """
-"""Ends by SIGKILL alone; its grandchild has cut every tie: session, parent, environment."""
+"""Ends by SIGKILL alone; its grandchild has left session, parent and environment."""
 
 
 def closing(tmp_path, launch):
-    """A backend below a root of its own; what runs at the end of a test is killed."""
+    """A backend with a root of its own; processes at the end of a test are killed."""
     made = LocalBackend(tmp_path / "root", launch=launch)
     yield made
     for handle in made.attempts():
@@ -91,7 +91,7 @@ def request_for(backend, *command, **changes):
 
 
 def stubborn(backend, tmp_path, **changes):
-    """An attempt whose command has to be killed, once it and its grandchild are up."""
+    """An attempt that ends by SIGKILL alone, once its command and the grandchild run."""
     up = tmp_path / "up"
     request = request_for(backend, "python", "-c", STUBBORN, str(tmp_path), str(up), **changes)
     handle = backend.submit(request)
@@ -101,7 +101,7 @@ def stubborn(backend, tmp_path, **changes):
 
 
 def wait_for(claim, patience_s=20.0):
-    """Wait until *claim* holds."""
+    """Wait until *claim* is true."""
     until = time.monotonic() + patience_s
     while not claim():
         assert time.monotonic() < until
@@ -120,7 +120,7 @@ def node(handle, which):
 
 
 def test_a_stop_without_grace_reaches_a_grandchild_that_cut_every_tie(either, tmp_path):
-    """Own session, orphaned, clean environment: still of the node, and gone with it."""
+    """Own session, orphaned, clean environment: it still belongs to the node, and ends with it."""
     _, handle = stubborn(either, tmp_path)
 
     either.stop(handle, grace_s=0)
@@ -131,7 +131,7 @@ def test_a_stop_without_grace_reaches_a_grandchild_that_cut_every_tie(either, tm
 
 
 def test_what_outlives_its_grace_is_killed(either, tmp_path):
-    """The command ignores SIGTERM: after half a second it is killed, with all of the node."""
+    """The command ignores SIGTERM: after half a second it is killed, with the whole node."""
     _, handle = stubborn(either, tmp_path)
     begun = time.monotonic()
 
@@ -141,12 +141,12 @@ def test_what_outlives_its_grace_is_killed(either, tmp_path):
 
     assert returned < 0.4
     assert [(n.state, n.signal, n.reason) for n in status.nodes] == [("ended", 9, "killed")]
-    wait_for(lambda: processes_of(tmp_path) == [])  # the guard tidies up after the end
+    wait_for(lambda: processes_of(tmp_path) == [])  # the guard cleans up after the end
 
 
 @pytest.mark.parametrize("victim", ["main", "guard"])
 def test_killing_one_of_its_keepers_leaves_no_orphan(either, tmp_path, victim):
-    """The guard ends what a dead node main left: lost. Without its guard node main goes on."""
+    """The guard ends the processes of a dead node main: lost. Without its guard node main continues."""
     _, handle = stubborn(either, tmp_path)
 
     os.kill(node(handle, victim), signal.SIGKILL)
@@ -173,7 +173,7 @@ def test_what_outlives_both_keepers_is_not_dead_and_is_ended_by_the_next_start(b
 
 
 def test_the_loss_of_a_machine_leaves_nothing(either, tmp_path):
-    """As a spot loss: no end of its own, no process, a closed bill."""
+    """As with a spot loss: no end of its own, no process, a closed bill."""
     _, handle = stubborn(either, tmp_path)
 
     either.take_away(handle)
@@ -183,7 +183,7 @@ def test_the_loss_of_a_machine_leaves_nothing(either, tmp_path):
 
 
 def test_a_node_outlives_the_worker_that_started_it(backend, tmp_path):
-    """Killing the worker's whole process group and session does not reach it."""
+    """A kill of the worker's whole process group and session does not reach it."""
     go = tmp_path / "go"
     script = textwrap.dedent(f"""
         import json, os, sys
@@ -214,7 +214,7 @@ def test_a_node_outlives_the_worker_that_started_it(backend, tmp_path):
 
 
 def test_a_wrapper_killed_alone_ends_the_node(either, tmp_path):
-    """Its command goes with it, and the sidecar hears of the end although the wrapper said nothing."""
+    """Its command ends with it, and the sidecar reads the end although the wrapper reported nothing."""
     _, handle = stubborn(either, tmp_path)
     [wrapper] = [p for p in processes_of(tmp_path) if str(STANDINS / "wrapper.py") in p.cmdline()]
 
@@ -256,7 +256,7 @@ def test_a_sidecar_killed_during_training_is_started_again(backend, tmp_path):
 
 
 def test_an_orphan_whose_wrapper_is_stopped_is_ended_all_the_same(tmp_path):
-    """SIGSTOP to the wrapper, and a sidecar that gives it up: killed, drained by the next sidecar, told."""
+    """SIGSTOP to the wrapper, and a sidecar that reports an orphan: killed, drained by the next, reported."""
     launch = dataclasses.replace(LAUNCH, sidecar=(*LAUNCH.sidecar, "--give-up"))
     backend = LocalBackend(tmp_path / "root", launch=launch)
     stop = (
@@ -274,7 +274,7 @@ def test_an_orphan_whose_wrapper_is_stopped_is_ended_all_the_same(tmp_path):
 
 @pytest.mark.parametrize("name", ["wrapper.json", "sidecar.json"])
 def test_a_pipe_in_the_place_of_a_file_holds_no_node(backend, tmp_path, name):
-    """The training lays it there and kills its wrapper; opening a pipe would wait for ever."""
+    """The training puts it there and kills its wrapper; opening a pipe would wait for ever."""
     code = (
         "import os, signal\npath = os.path.join(os.environ['ENVSCALER_SPOOL'], "
         f"{name!r})\nos.mkfifo(path)\nos.kill(os.getppid(), signal.SIGKILL)"
@@ -287,7 +287,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_no_node(backend, tmp_path, name):
 
 
 def test_a_removed_spool_and_a_dead_wrapper_end_the_node(backend, tmp_path):
-    """The sidecar hears of the end although the folder was gone."""
+    """The sidecar gets the end although the folder was removed."""
     code = (
         "import os, shutil, signal\nshutil.rmtree(os.environ['ENVSCALER_SPOOL'])\n"
         "os.kill(os.getppid(), signal.SIGKILL)"
@@ -300,7 +300,7 @@ def test_a_removed_spool_and_a_dead_wrapper_end_the_node(backend, tmp_path):
 
 
 def test_room_for_the_last_words_is_kept_from_the_training(backend, tmp_path):
-    """A megabyte lies in the node's folder while the command runs, and none once it has ended."""
+    """The node's folder has a megabyte in reserve while the command runs, and none once it has ended."""
     ballast = "os.path.join(os.environ['ENVSCALER_SPOOL'], '..', 'ballast')"
     code = f"import os\nassert os.path.getsize({ballast}) == 1 << 20"
     handle = backend.submit(request_for(backend, "python", "-c", code))
@@ -324,7 +324,7 @@ def test_a_sidecar_that_hangs_holds_the_node_no_longer_than_it_may(tmp_path):
 
 
 def test_a_deadline_ends_the_node_by_itself(either, tmp_path):
-    """Nobody has to ask: the machine carries its own end."""
+    """Without any request: the machine has its own deadline."""
     _, handle = stubborn(either, tmp_path, deadline_s=1.0, grace_s=0.2)
 
     status = over(either, handle)
@@ -421,7 +421,7 @@ def test_many_submitters_at_once_start_it_once(backend, tmp_path):
 
 
 def test_a_secret_reaches_the_command_and_nothing_else(backend, tmp_path):
-    """Its value is in the command's environment; not in a file, not in the sidecar's environment."""
+    """The command's environment has its value; no file and no environment of the sidecar has it."""
     canary = "canary-71b3"
     seen = tmp_path / "seen"
     command = ("sh", "-c", f'printf %s "$API_KEY" | sha256sum > {seen}')

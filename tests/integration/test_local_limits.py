@@ -1,4 +1,4 @@
-"""Integration tests: limits of a local node are real, and its slice is its own."""
+"""Integration tests: limits of a local node are real, and its share is its own."""
 
 import sys
 import time
@@ -47,7 +47,7 @@ def run(tmp_path, *command, cgroups=True, memory=None):
 
 
 def test_memory_beyond_the_limit_ends_it_as_out_of_memory(tmp_path):
-    """The kernel kills at 64 MiB, and the end says so."""
+    """The kernel kills at 64 MiB, and the node's end has that reason."""
     status, _, node = run(tmp_path, "python", "-c", HOG, memory="64Mi")
 
     if "memory" not in node["cage"]["limits"]:
@@ -57,7 +57,7 @@ def test_memory_beyond_the_limit_ends_it_as_out_of_memory(tmp_path):
 
 
 def test_a_killed_helper_does_not_make_a_success_a_failure(tmp_path):
-    """A child that the kernel kills at the limit, of a command that copes, is not the command's end."""
+    """The kernel kills a child at the limit; the command handles that, and succeeds."""
     cope = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOG!r}]); print('coped')"
 
     status, output, _ = run(tmp_path, "python", "-c", cope, memory="64Mi")
@@ -77,7 +77,7 @@ def test_without_cgroups_an_rlimit_holds_and_is_said(tmp_path):
 
 
 def test_the_command_has_the_cpus_of_its_slice(tmp_path):
-    """cpu-1 is one CPU, in affinity and in what the command is told."""
+    """cpu-1 is one CPU, in affinity and in the variables of the command."""
     ask = "import os; print(len(os.sched_getaffinity(0)), os.environ['ENVSCALER_CPUS'])"
 
     _, output, _ = run(tmp_path, "python", "-c", ask)
@@ -99,7 +99,7 @@ def test_the_command_inherits_what_it_needs_and_no_more(tmp_path, monkeypatch):
 
 
 def test_python_is_this_interpreter_and_knows_the_agent(tmp_path):
-    """``python`` means the one that Airflow runs on, with the agent at hand."""
+    """``python`` is Airflow's interpreter, and finds the agent."""
     ask = "import sys, envscaler_agent; print(sys.executable)"
 
     _, output, _ = run(tmp_path, "python", "-c", ask)
@@ -108,7 +108,7 @@ def test_python_is_this_interpreter_and_knows_the_agent(tmp_path):
 
 
 def test_another_program_gets_a_copy_of_the_agent(tmp_path):
-    """A shell script may start any Python: PYTHONPATH leads to the agent, which runs on every one."""
+    """A shell script may start any Python: PYTHONPATH leads to the agent, which runs on every version."""
     ask = "import sys, envscaler_agent; print(envscaler_agent.__file__)"
 
     _, output, _ = run(tmp_path, "sh", "-c", f'python -c "{ask}"')
@@ -120,14 +120,14 @@ def test_another_program_gets_a_copy_of_the_agent(tmp_path):
 
 
 def test_no_descriptor_of_ours_reaches_the_command(tmp_path):
-    """The lock is not inherited: its holder would seem alive for as long as the command is."""
+    """The lock is not inherited: its owner would seem alive as long as the command is."""
     _, output, _ = run(tmp_path, "python", "-c", "import os; print(sorted(os.listdir('/proc/self/fd')))")
 
-    assert output == "['0', '1', '2', '3']\n"  # 3 is the listing itself
+    assert output == "['0', '1', '2', '3']\n"  # 3 is the listing's own descriptor
 
 
 def test_no_signal_is_ignored_in_the_command(tmp_path):
-    """What node main does not listen to, the command does."""
+    """The command gets the signals that node main ignores."""
     ask = "import signal; print([signal.getsignal(n).name for n in (signal.SIGTERM, signal.SIGHUP)])"
 
     _, output, _ = run(tmp_path, "python", "-c", ask)

@@ -20,13 +20,13 @@ from envscaler_airflow.store import for_run, open_store
 PREFIX = "dep/dag/run/train/-1"
 pytestmark = pytest.mark.timeout(
     300
-)  # chosen: for what hangs; `wait_for` ends before, on a machine of its own
+)  # chosen: only for a test that hangs; `wait_for` ends earlier on a machine of its own
 
 
 def wait_for(look, claim):
-    """The first value of *look* of which *claim* holds, within 1,200 looks.
+    """The first value of *look* for which *claim* is true, within 1,200 checks.
 
-    They are counted, not timed: on a busy machine a look takes longer, as does what is waited for.
+    They are counted, not timed: on a busy machine a check takes longer, as does the awaited event.
     """
     for _ in range(1200):
         if claim(found := look()):
@@ -39,7 +39,7 @@ class Run:
     """One run in a store of its own, and a backend."""
 
     def __init__(self, tmp_path):
-        """Lay out an empty store."""
+        """Create an empty store."""
         self.folder = tmp_path
         (tmp_path / "store").mkdir()
         self.url = f"file://{tmp_path / 'store'}"
@@ -76,14 +76,14 @@ class Run:
         return wait_for(lambda: self.backend.observe(handle), lambda seen: seen.is_over).nodes[0]
 
     def status(self):
-        """What node 0 said last in the store; None before the first word."""
+        """Node 0's last status in the store; None before the first one."""
         text = self.store.read(status_name(1, 1, 0))
         return None if text is None else Status.from_json(text, where="status")
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run; what it left running is killed."""
+    """A run; processes that it leaves are killed."""
     made = Run(tmp_path)
     yield made
     for handle in made.backend.attempts():
@@ -92,7 +92,7 @@ def run(tmp_path):
 
 
 def test_output_log_and_status_are_in_the_store_when_the_node_is_over(run):
-    """The path of the spec is mapped, and its file comes out as an output."""
+    """The path of the spec is mapped, and its file becomes an output."""
     script = """
         import os, sys
         path = sys.argv[1]
@@ -112,7 +112,7 @@ def test_output_log_and_status_are_in_the_store_when_the_node_is_over(run):
 
 
 def test_the_node_process_claims_its_node_once_though_its_sidecar_is_restarted(run):
-    """By the id of the node process; the sidecar that is killed finds its claim again (D1)."""
+    """By the id of the node process; a killed sidecar finds its claim again (D1)."""
     handle = run.start("import time; time.sleep(600)")
     wait_for(run.status, lambda status: status is not None and status.phase == "running")
     folder = Path(handle.details["folder"]) / "n0"
@@ -135,7 +135,7 @@ def test_the_node_process_claims_its_node_once_though_its_sidecar_is_restarted(r
 
 @pytest.mark.skipif(no_mounts() is not None, reason="this machine allows no mount namespaces")
 def test_code_that_opens_its_paths_itself_finds_them(run):
-    """Neither an argument nor a variable names them, and the machine has no such folders afterwards (F9)."""
+    """No argument or variable names them, and the machine does not keep such folders afterwards (F9)."""
     script = """
         mkdir -p /output-of-a-test/model /output-of-a-test/checkpoints
         cat /data-of-a-test/numbers.txt > /output-of-a-test/model/weights
@@ -179,7 +179,7 @@ def test_a_graceful_stop_lets_the_last_words_out(run):
 
 
 def test_a_command_that_does_not_exist_is_told(run):
-    """By the wrapper, in the store and by the backend."""
+    """The wrapper, the store and the backend report it."""
     end = run.over(run.start("", command=("no-such-command",)))
 
     assert (end.exit_code, end.reason) == (127, "not-found")

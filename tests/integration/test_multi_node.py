@@ -109,7 +109,7 @@ checkpoint: {every: 20 steps}
 
 
 def test_two_nodes_that_save_one_file_name_are_told_so(tmp_path: Path) -> None:
-    """The checkpoint holds the file of each node, and node 0's status names it (D7)."""
+    """The checkpoint contains the file of each node, and node 0's status names it (D7)."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text(SAVES)
     (tmp_path / "pair.yaml").write_text(SAVED)

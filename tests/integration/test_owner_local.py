@@ -84,7 +84,7 @@ class Shell:
         return str(self.folder / name)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Begin a command."""
+        """Start a command."""
         command = [sys.executable, "-m", "envscaler_airflow.cli", *arguments]
         return subprocess.Popen(
             command,
@@ -108,11 +108,11 @@ class Shell:
         return str(found[0].relative_to(self.folder / "store")) if found else ""
 
     def state(self, name: str = "one"):
-        """Fold of the run's events."""
+        """State folded from the run's events."""
         return EventLog(self.store, self.prefix(name), snapshots=False).load()
 
     def await_step(self, step: int, *, attempt: int = 1, name: str = "one") -> None:
-        """Until the attempt said that it made *step*."""
+        """Wait until the attempt has reported *step*."""
         for _ in range(600):
             prefix = self.prefix(name)
             text = self.store.read(f"{prefix}/status/g1-a{attempt}-n0-c1.json") if prefix else None
@@ -122,7 +122,7 @@ class Shell:
         raise AssertionError(f"step {step} was not reached")
 
     def await_checkpoint(self, *, name: str = "one") -> None:
-        """Until a checkpoint is complete."""
+        """Wait until a checkpoint is complete."""
         for _ in range(600):
             prefix = self.prefix(name)
             if prefix and list((self.folder / "store" / prefix).glob("checkpoints/*/manifest-c1.json")):
@@ -140,7 +140,7 @@ class Shell:
         return mine
 
     def kill_node(self, name: str = "one") -> None:
-        """Take the machine away: SIGKILL to everything on it at once."""
+        """Remove the machine: SIGKILL to everything on it at once."""
         for process in self.stage_processes():
             with contextlib.suppress(psutil.Error):
                 process.suspend()
@@ -158,7 +158,7 @@ def shell(tmp_path):
 
 
 def test_a_run_succeeds_and_leaves_no_process_and_no_secret(shell):
-    """The output is in the store, the log was shown, and the canary is nowhere."""
+    """The output is in the store, the log was shown, and no file contains the canary."""
     code, output = shell.run("run", "-f", shell.spec(), "--name", "one")
 
     assert code == 0, output
@@ -172,7 +172,7 @@ def test_a_run_succeeds_and_leaves_no_process_and_no_secret(shell):
 
 
 def test_a_user_error_fails_the_second_time_at_the_same_step(shell):
-    """Exit code and last lines are in the message; the second attempt went on from the checkpoint."""
+    """Exit code and last lines are in the message; the second attempt resumed from the checkpoint."""
     code, output = shell.run("run", "-f", shell.spec(failing_at=25, mode="exit", total=30), "--name", "one")
 
     assert code == 0, output  # the second attempt restored beyond the failing branch and succeeded
@@ -182,7 +182,7 @@ def test_a_user_error_fails_the_second_time_at_the_same_step(shell):
 
 
 def test_a_user_error_before_the_first_step_fails_at_once(shell):
-    """A command that fails at its start is not tried again; its exit code is the shell's (F6)."""
+    """A command that fails at its start is not retried; its exit code is the shell's (F6)."""
     spec = Path(shell.spec())
     spec.write_text(spec.read_text().replace("train.py", "fails.py"))
     (shell.folder / "code" / "fails.py").write_text("raise SystemExit(7)\n")
@@ -207,7 +207,7 @@ def test_a_command_that_does_not_exist_is_told_as_such(shell):
 
 
 def test_more_than_the_machine_has_is_refused_before_anything_starts(shell):
-    """What is missing is in the message, and the run never looks as if it were active (F5)."""
+    """The message names what is missing, and the run never looks active (F5)."""
     spec = Path(shell.spec())
     spec.write_text(spec.read_text().replace("cpu: 1,", "cpu: 4096,"))
 
@@ -220,7 +220,7 @@ def test_more_than_the_machine_has_is_refused_before_anything_starts(shell):
 
 
 def test_out_of_memory_gets_more_memory(shell):
-    """256 MiB are exceeded at step 15; the next attempt has 384 MiB and goes on from step 10."""
+    """256 MiB are exceeded at step 15; the next attempt has 384 MiB and resumes from step 10."""
     spec = shell.spec(failing_at=15, mode="oom", memory="256Mi", total=20)
 
     code, output = shell.run("run", "-f", spec, "--name", "one")
@@ -233,7 +233,7 @@ def test_out_of_memory_gets_more_memory(shell):
 
 
 def test_a_stall_is_ended_and_started_again(shell):
-    """No step for many times the usual: stopped, then on from the checkpoint."""
+    """No step for many times the usual duration: stopped, then resumed from the checkpoint."""
     code, output = shell.run("run", "-f", shell.spec(failing_at=15, mode="stall", total=20), "--name", "one")
 
     assert code == 0, output
@@ -241,7 +241,7 @@ def test_a_stall_is_ended_and_started_again(shell):
 
 
 def test_a_lost_machine_resumes_from_the_last_good_checkpoint(shell):
-    """SIGKILL to everything on the node, as a spot loss: no step before the checkpoint is lost."""
+    """SIGKILL to the whole node, as with a spot loss: no step before the checkpoint is lost."""
     owner = shell.start("run", "-f", shell.spec(total=160), "--name", "one")
     shell.await_checkpoint()
     shell.kill_node()
@@ -255,7 +255,7 @@ def test_a_lost_machine_resumes_from_the_last_good_checkpoint(shell):
 
 
 def test_a_killed_owner_is_followed_by_one_that_adopts(shell):
-    """SIGKILL to the shell: the stage trains on, the next owner takes the same attempt over."""
+    """SIGKILL to the shell: the stage keeps training, the next owner adopts the same attempt."""
     spec = shell.spec(total=100)
     owner = shell.start("run", "-f", spec, "--name", "one")
     shell.await_step(5)
@@ -269,7 +269,7 @@ def test_a_killed_owner_is_followed_by_one_that_adopts(shell):
 
 
 def test_a_cancelled_run_saves_and_stops_and_is_taken_up_again(shell):
-    """`cancel`, then the same name again: it goes on from the checkpoint that the stop made."""
+    """`cancel`, then the same name again: it resumes from the checkpoint of the stop."""
     spec = shell.spec(total=300)
     owner = shell.start("run", "-f", spec, "--name", "one")
     shell.await_step(5)
@@ -289,7 +289,7 @@ def test_a_cancelled_run_saves_and_stops_and_is_taken_up_again(shell):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_saves_and_stops_the_training(shell, name):
-    """TERM, HUP and INT alike: nothing runs on, the last step is saved, the exit code tells which (F5)."""
+    """TERM, HUP and INT alike: nothing keeps running, the last step is saved, the exit code differs (F5)."""
     owner = shell.start("run", "-f", shell.spec(total=3000), "--name", "one")
     shell.await_step(5)
 
@@ -304,7 +304,7 @@ def test_a_signal_saves_and_stops_the_training(shell, name):
 
 
 def test_a_run_whose_owner_was_killed_is_orphaned_and_cancel_stops_it(shell):
-    """`status` names it, `cancel` says that no owner watches, saves, stops and ends (F5)."""
+    """`status` names it, `cancel` reports that no owner watches, saves, stops and ends (F5)."""
     owner = shell.start("run", "-f", shell.spec(total=3000), "--name", "one")
     shell.await_step(5)
     os.killpg(owner.pid, signal.SIGKILL)
@@ -318,14 +318,14 @@ def test_a_run_whose_owner_was_killed_is_orphaned_and_cancel_stops_it(shell):
     assert listed["owner"].endswith(f":{owner.pid}")
     assert code == 0
     assert "no owner watches it" in output
-    assert "from step 0" not in output  # its log is not what was asked for
+    assert "from step 0" not in output  # its log is not requested
     assert shell.state().status == "stopped"
     assert shell.state().attempts[0].checkpoint_step >= 5
     assert shell.stage_processes() == []
 
 
 def test_a_pipe_that_is_closed_does_not_end_the_owner(shell):
-    """`envscaler run | head -1`: the run goes on to its end (F5)."""
+    """`envscaler run | head -1`: the run continues to its end (F5)."""
     owner = shell.start("run", "-f", shell.spec(total=60), "--name", "one")
     owner.stdout.readline()
     owner.stdout.close()
@@ -350,7 +350,7 @@ def test_a_fresh_run_begins_from_a_named_checkpoint_of_another(shell):
 
     assert code == 0, output
     assert "from step 30" in output
-    assert torn_code == 88  # a checkpoint that cannot be laid out, as the wrapper says it
+    assert torn_code == 88  # a checkpoint that cannot be restored, as reported by the wrapper
     assert "step has 4 bytes, the manifest says 2" in torn
 
 
@@ -373,7 +373,7 @@ print(json.dumps([states, wake.kind if wake else None]))
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace of its own needs root")
 def test_a_trigger_in_another_pid_namespace_tells_no_loss(shell):
-    """What cannot be seen from there is unknown; what the node left when it ended is believed."""
+    """What cannot be seen from there is unknown; the node's own end is trusted."""
     owner = shell.start("run", "-f", shell.spec(total=100), "--name", "one")
     shell.await_step(5)
     state = shell.state()
@@ -387,7 +387,7 @@ def test_a_trigger_in_another_pid_namespace_tells_no_loss(shell):
         return json.loads(subprocess.run(elsewhere, capture_output=True, check=True, timeout=60).stdout)
 
     while_it_runs = look()
-    os.killpg(owner.pid, signal.SIGKILL)  # so that nobody records the end
+    os.killpg(owner.pid, signal.SIGKILL)  # so that no process records the end
     owner.communicate()
     for _ in range(600):
         if json.loads(shell.store.read(f"{shell.prefix()}/status/g1-a1-n0-c1.json"))["phase"] == "ended":
@@ -396,7 +396,7 @@ def test_a_trigger_in_another_pid_namespace_tells_no_loss(shell):
     after_its_end = look()
 
     assert while_it_runs == [["unknown"], None]
-    assert after_its_end == [["ended"], "status"]  # its last words lie beside it
+    assert after_its_end == [["ended"], "status"]  # its last lines are beside it
     assert [attempt.outcome for attempt in shell.state().attempts] == [""]
     code, output = shell.run("run", "-f", shell.spec(total=100), "--name", "one")
     assert code == 0, output

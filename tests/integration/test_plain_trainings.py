@@ -166,13 +166,13 @@ def save(step):
 
 
 def script(definitions, *, each="pass", steps=60, every=5, pace=0.2):
-    """A whole training."""
+    """A complete training."""
     return LOOP.format(definitions=definitions, each=each, steps=steps, every=every, pace=pace)
 
 
 @pytest.fixture
 def plain(tmp_path):
-    """Make a run; what it left running is killed."""
+    """Make a run; processes that it leaves are killed."""
     made = []
 
     def make(text, **options):
@@ -194,7 +194,7 @@ def plain(tmp_path):
         ("detectron", script(DETECTRON), 5),
         ("accelerate", script(ACCELERATE), 5),
         ("trainer", script(TRAINER), 5),
-        # Those below tell nothing of where a file ends, so that one must have been quiet for 5 s.
+        # The formats below do not show where a file ends, so there must have been no write for 5 s.
         ("orbax", script(ORBAX), 35),
         ("booster", script(BOOSTER), 35),
         ("latest-link", script(LATEST_LINK, every=40, steps=90), 50),
@@ -204,7 +204,7 @@ def plain(tmp_path):
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) and len(value) < 20 else "",
 )
 def test_killed_at_a_random_moment_it_resumes_from_its_newest_whole_save(plain, name, text, last):
-    """The next attempt begins there by its own code, and goes on to the end (C)."""
+    """The next attempt resumes there by its own code, and continues to the end (C)."""
     run = plain(text).start()
     at = random.Random(name).randint(42, 50) if last < 50 else 75
     run.until(rf"step {at}\b")
@@ -217,7 +217,7 @@ def test_killed_at_a_random_moment_it_resumes_from_its_newest_whole_save(plain, 
 
 
 def test_what_a_lost_machine_had_saved_before_is_in_the_store(plain):
-    """No last look at the folder: two files, renamed every second, and a log beside them (C2, C21)."""
+    """No final snapshot of the folder: two files, renamed every second, and a log beside them (C2, C21)."""
     text = script(
         BACKUP_FILES + 'log = open(path("train.log"), "a")', each='log.write("x"); log.flush()', steps=200
     )
@@ -232,7 +232,7 @@ def test_what_a_lost_machine_had_saved_before_is_in_the_store(plain):
 
 
 def test_links_and_best_and_last_are_there_again(plain):
-    """``latest`` is a link that the next save can move; the best of long ago is kept beside the last (C)."""
+    """``latest`` is a link that the next save can move; an old best is kept beside the last one (C)."""
     run = plain(script(LATEST_LINK, every=40, steps=90)).start()
     run.until(r"step 75\b")
     run.kill()
@@ -255,7 +255,7 @@ def test_the_best_of_long_ago_comes_back_with_the_last(plain):
 
 
 def test_the_step_of_a_checkpoint_is_that_of_the_last_and_not_of_the_best(plain):
-    """The best one's name says 20, ``last`` is of 40 (C4)."""
+    """The best one's name has 20, ``last`` is of 40 (C4)."""
     best = """
 save_last = save
 def save(step):
@@ -272,7 +272,7 @@ def save(step):
 
 
 def test_a_training_that_saves_elsewhere_is_told_so_in_its_log(plain):
-    """Log and status name the folder; the run goes on (C)."""
+    """Log and status name the folder; the run continues (C)."""
     run = plain(script("def restore(): return 0\ndef save(step): pass", steps=400), spec=SPEC).start()
 
     said = run.until(r"\[envscaler\] no checkpoint after")

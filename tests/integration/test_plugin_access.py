@@ -1,4 +1,4 @@
-"""Who may see the page: Airflow's whole API server, with logins, asked by different people."""
+"""Who may see the page: Airflow's whole API server, with logins, and requests of several users."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def page(dag_id, run_id="r1", task_id="train", map_index="{MAP_INDEX}"):
-    """Address of a page, as the UI asks for it."""
+    """Address of a page, as the UI requests it."""
     query = f"run_id={quote(run_id)}&task_id={quote(task_id)}&map_index={quote(map_index)}"
     return f"/envscaler/dags/{quote(dag_id, safe='')}/training?{query}"
 
@@ -44,7 +44,7 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Answer to each of REQUESTS, of one server with the same run in two DAGs."""
+    """Answer to each of REQUESTS, from one server with the same run in two DAGs."""
     home = tmp_path_factory.mktemp("airflow")
     store = open_store(str(home / "store"))
     for dag_id, run_id, index in (
@@ -71,7 +71,7 @@ def answers(tmp_path_factory):
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
         "PYTHONPATH": str(TESTS / "standins"),
         "PAGE_ELSEWHERE": str(home / "elsewhere"),
-        "_AIRFLOW_PROCESS_CONTEXT": "server",  # as ``airflow api-server`` says of itself
+        "_AIRFLOW_PROCESS_CONTEXT": "server",  # as ``airflow api-server`` sets it
     }
     for command in (
         ["-m", "airflow", "db", "migrate"],
@@ -105,7 +105,7 @@ def answers(tmp_path_factory):
     ],
 )
 def test_airflow_says_who_may_see_a_page(answers, name, status, words):
-    """By the DAG in the address; what is said of a run is said to nobody else."""
+    """The DAG in the address decides; no other user gets any data of the run."""
     code, _, _, text = answers[name]
 
     assert code == status
@@ -115,7 +115,7 @@ def test_airflow_says_who_may_see_a_page(answers, name, status, words):
 
 @pytest.mark.parametrize("name", ["allowed", "no run", "broken", "hostile"])
 def test_every_page_forbids_scripts(answers, name):
-    """Also the ones that only say what is wrong."""
+    """Also pages that only report an error."""
     _, kind, policy, text = answers[name]
 
     assert kind == "text/html; charset=utf-8"

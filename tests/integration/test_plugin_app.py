@@ -23,7 +23,7 @@ RECORDED = Path(__file__).parents[1] / "compat/0.1.0/run"
 
 @pytest.fixture
 def rendered(monkeypatch):
-    """What Airflow kept of the task's templated arguments; none until a test says so."""
+    """Airflow's rendered arguments of the task; none until a test sets them."""
     fields = {}
 
     @contextmanager
@@ -43,7 +43,7 @@ def configured(monkeypatch, tmp_path):
 
 
 def ask(**changes):
-    """The answer about a task that never trained."""
+    """The answer for a task that never trained."""
     return app.training("dag", "run", "train", **changes)
 
 
@@ -51,7 +51,7 @@ def ask(**changes):
     ("text", "index"), [("-1", -1), ("3", 3), ("{MAP_INDEX}", -1), ("", -1), ("x", -1), ("--3", -1)]
 )
 def test_the_ui_names_no_index_for_a_plain_task(text, index):
-    """It leaves the braces in the address then."""
+    """Then it leaves the braces in the address."""
     assert app._index(text) == index
 
 
@@ -67,7 +67,7 @@ def test_the_ui_names_no_index_for_a_plain_task(text, index):
     ],
 )
 def test_the_tasks_own_store_comes_first(rendered, configured, fields, url):
-    """As its arguments were rendered; a word that is no text is none."""
+    """As its arguments were rendered; a value that is not text counts as absent."""
     rendered.update(fields)
 
     expected = configured.url.removeprefix("file://") if url == "configured" else url
@@ -95,7 +95,7 @@ def test_a_connection_that_is_gone_is_named(rendered, configured):
 
 
 def test_an_unnamed_store_is_not_named_by_a_reader(rendered, configured, tmp_path):
-    """The first stage does that; here is only nothing yet."""
+    """The first stage names it; here nothing exists yet."""
     (tmp_path / "store").mkdir()
 
     answer = ask()
@@ -129,7 +129,7 @@ def test_a_team_is_part_of_where_a_run_lies(rendered, configured, monkeypatch, t
 
 
 def test_a_store_that_does_not_answer_is_asked_again(rendered, configured, monkeypatch):
-    """Not "no run": that cannot be told."""
+    """Not "no run": the answer is unknown."""
 
     def fail(*_):
         raise StoreError("timed out", transient=True)
@@ -145,7 +145,7 @@ def test_a_store_that_does_not_answer_is_asked_again(rendered, configured, monke
 
 
 def test_a_surprise_is_a_page_too(rendered, configured, monkeypatch, caplog):
-    """Its kind for the reader, the rest for the log."""
+    """The kind of error for the reader, the rest for the log."""
 
     def fail(*_):
         raise ZeroDivisionError("secret detail")
@@ -163,7 +163,7 @@ def test_a_surprise_is_a_page_too(rendered, configured, monkeypatch, caplog):
 
 
 def test_the_tab_leads_to_the_page():
-    """The address that the UI fills in is one that the application has, below its prefix."""
+    """The application has the address that the UI fills in, below its prefix."""
     [view] = EnvScalerPlugin.external_views
     [mounted] = EnvScalerPlugin.fastapi_apps
     path = view["href"].partition("?")[0].replace("{DAG_ID}", "{dag_id}")

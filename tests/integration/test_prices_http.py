@@ -1,6 +1,6 @@
-"""Live prices over real HTTP: every fault, and moto where it is true.
+"""Live prices over real HTTP: every fault, and moto where it is correct.
 
-What moto has not (the Price List) or answers wrongly (each spot price is 0.00001) comes from a server of
+What moto lacks (the Price List) or answers wrongly (each spot price is 0.00001) comes from a server of
 the test's own, whose answers are written after the clouds' API documents. None was recorded.
 """
 
@@ -58,7 +58,7 @@ SPOT_ITEM = """<item><instanceType>{name}</instanceType><productDescription>Linu
 
 
 class Cloud(ThreadingHTTPServer):
-    """Answers by a test's script: ``answer(method, path, query, headers, body)`` gives status and body."""
+    """Answers by a test's script: ``answer(method, path, query, headers, body)`` returns status and body."""
 
     daemon_threads = True
 
@@ -71,7 +71,7 @@ class Cloud(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Hands each request to the script."""
+    """Passes each request to the script."""
 
     protocol_version = "HTTP/1.1"
 
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = _do  # noqa: N815 - names of http.server
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -107,13 +107,13 @@ def cloud():
 
 @pytest.fixture
 def caller():
-    """Short patience and no pauses."""
+    """Short timeouts and no pauses."""
     with httpx.Client(timeout=0.3) as client:
         yield Caller(client, sleep=lambda _: None)
 
 
 def test_azure_follows_the_pages(cloud, caller):
-    """The link of the first page carries the query on."""
+    """The link of the first page contains the query."""
     spot = {**AZURE_ITEM, "skuName": "NC4as T4 v3 Spot", "retailPrice": 0.1}
 
     def answer(_method, _path, query, *_):
@@ -131,7 +131,7 @@ def test_azure_follows_the_pages(cloud, caller):
 
 
 def test_gcp_reads_the_list_of_skus_once(cloud, caller):
-    """Two regions, one pass over the pages."""
+    """Two regions need one pass over the pages."""
     skus = [
         {
             "description": f"G2 Instance {part} running in Americas",
@@ -181,7 +181,7 @@ def test_gcp_reads_the_list_of_skus_once(cloud, caller):
     ],
 )
 def test_every_bad_answer_is_an_error_and_never_a_price(cloud, caller, status, body, words, transient, asked):
-    """It says what came, and whether to try later; only what may pass is asked again."""
+    """The error has the answer and whether to retry; only a temporary failure is retried."""
     cloud.answer = lambda *_: (status, body)
 
     with pytest.raises(BackendError, match=words) as caught:
@@ -205,7 +205,7 @@ def test_a_cloud_that_says_nothing_is_given_up(cloud, caller):
 
 
 def test_aws_that_says_nothing_is_given_up(cloud, caller, monkeypatch):
-    """After the SDK's own second try; no price of the region is taken."""
+    """After the SDK's own retry; no price of the region is used."""
     monkeypatch.setattr("envscaler_airflow.clouds.aws.TIMEOUT_S", 0.4)
     given_up = threading.Event()
     cloud.answer = lambda *_: (given_up.wait(), (200, b"{}"))[1]
@@ -229,7 +229,7 @@ def test_aws_that_says_nothing_is_given_up(cloud, caller, monkeypatch):
     ],
 )
 def test_every_bad_answer_of_gcp_is_an_error(cloud, caller, status, body, words, transient):
-    """And the list is asked for anew the next time."""
+    """And the next refresh requests the list again."""
     cloud.answer = lambda *_: (status, body)
     feed = GcpPrices(Access(secret="secret", endpoint_url=cloud.url), caller=caller, kinds=[])
 
@@ -324,7 +324,7 @@ def aws_feed(cloud, caller):
 
 
 def test_aws_list_spot_types_zones_and_risks(cloud, caller):
-    """The newest spot price of each zone; a list price of 0 is none."""
+    """The newest spot price of each zone; a list price of 0 is not a price."""
     seen = []
     cloud.answer = aws_answer(seen)
 
@@ -356,7 +356,7 @@ def test_aws_list_spot_types_zones_and_risks(cloud, caller):
     ],
 )
 def test_what_aws_refuses_is_an_error(cloud, caller, action, status, body, transient):
-    """No price of the region is taken from half an answer."""
+    """No price of the region is taken from an incomplete answer."""
     cloud.answer = aws_answer([], fail=(action, status, body))
 
     with pytest.raises(BackendError) as caught:
@@ -374,7 +374,7 @@ def test_what_aws_refuses_is_an_error(cloud, caller, action, status, body, trans
     ],
 )
 def test_an_advisor_that_fails_leaves_the_risks_unknown(cloud, caller, advice, words):
-    """Prices are taken all the same, and it is said."""
+    """Prices are used nevertheless, and the failure is reported."""
     answer = aws_answer([])
 
     def without_advisor(method, path, *more):
@@ -390,7 +390,7 @@ def test_an_advisor_that_fails_leaves_the_risks_unknown(cloud, caller, advice, w
 
 
 def test_moto_answers_types_and_offerings_as_aws_does(cloud, caller):
-    """Machines, GPUs and zones of a whole region; its spot prices of 0.00001 land in quarantine."""
+    """Machines, GPUs and zones of a whole region; its spot prices of 0.00001 are quarantined."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -426,7 +426,7 @@ def _spot_of_t4(api):
 
 
 def test_the_shell_refreshes_and_plans_on_it(cloud, tmp_path, monkeypatch):
-    """A good answer, then a bad one: the price of the good one is kept, with its age."""
+    """A good answer, then a bad one: the good one's price stays, with its age."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     for name, value in (("AWS_ACCESS_KEY_ID", "test"), ("AWS_SECRET_ACCESS_KEY", "test")):
         monkeypatch.setenv(name, value)

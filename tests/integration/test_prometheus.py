@@ -1,4 +1,4 @@
-"""A rule with a query asks a real Prometheus server."""
+"""A rule with a query reads from a real Prometheus server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """A server that watches itself, on a free port."""
+    """A server that monitors itself, on a free port."""
     folder, port = tmp_path_factory.mktemp("prometheus"), _free_port()
     address = f"127.0.0.1:{port}"
     (folder / "prometheus.yml").write_text(
@@ -69,7 +69,7 @@ def _wait_until_scraped(url: str) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_vector_a_scalar_and_nothing(url):
-    """Values of every series; NaN is no value."""
+    """Values of every series; NaN is not a value."""
     server = Prometheus(url)
 
     assert server.values("up") == (1.0,)
@@ -81,7 +81,7 @@ def test_a_vector_a_scalar_and_nothing(url):
 
 @pytest.mark.timeout(60)
 def test_a_query_that_is_none_is_the_specs_fault(url):
-    """The server's own words, and no retry."""
+    """The server's own message, and no retry."""
     with pytest.raises(SpecError, match="parse error"):
         Prometheus(url).values("up +")
     with pytest.raises(SpecError, match="answers a matrix"):
@@ -98,7 +98,7 @@ def test_a_server_that_is_away_can_be_asked_again():
 
 @pytest.mark.timeout(60)
 def test_a_rule_decides_by_what_its_query_answers(url, monkeypatch):
-    """Three checks above the bound: a node more. A query without an answer: kept, with the reason."""
+    """Three checks above the bound: a node more. A query without an answer: unchanged, with the reason."""
     rule = ThresholdRule("load", above=80, below=None, query="scalar(up) * 90")
     here = Allocation(Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0), 2)
     policy = Policy("threshold", max_nodes=4, stabilization_s=0.0, rules=(rule,))

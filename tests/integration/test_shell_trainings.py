@@ -1,4 +1,4 @@
-"""``envscaler run`` over trainings that know nothing of it and are killed once: what the shell says then."""
+"""``envscaler run`` of trainings without our library, each killed once: what the shell prints then."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ metrics: {log_patterns: {step: '(\\d+)/60 \\[', total_steps: '\\d+/(60) \\[', lo
 
 
 class Shell(Owned):
-    """A run of a script, begun by ``envscaler run``."""
+    """A run of a script, started by ``envscaler run``."""
 
     def __init__(self, folder: Path, script: str, spec: str) -> None:
-        """Begin it."""
+        """Start it."""
         self._said = ""
         code = folder / "code"
         code.mkdir(parents=True)
@@ -119,14 +119,14 @@ class Shell(Owned):
         self.owner = self.start()
 
     def over(self) -> str:
-        """What ``envscaler run`` printed, once it has ended well."""
+        """Output of ``envscaler run`` after a success."""
         if not self._said:
             self._said, _ = self.owner.communicate(timeout=200)
         assert self.owner.returncode == 0, self._said
         return self._said
 
     def asks(self, *words: str) -> str:
-        """What another shell is answered."""
+        """The output in another shell."""
         command = [sys.executable, "-m", "envscaler_airflow.cli", *words]
         return subprocess.run(command, env=self.env, check=True, capture_output=True, text=True).stdout
 
@@ -136,7 +136,7 @@ class Shell(Owned):
 
 
 def killed(definitions: str, *, at: int, steps: int, pace: float) -> str:
-    """A whole training, which a SIGKILL ends in its first life after the step *at*."""
+    """A complete training; a SIGKILL ends its first attempt after the step *at*."""
     return LOOP.format(definitions=definitions, killed_at=at, steps=steps, pace=pace)
 
 
@@ -150,7 +150,7 @@ TRAININGS = {
 
 @pytest.fixture(scope="module")
 def shells(tmp_path_factory):
-    """All of them at once, since most of the time they wait."""
+    """All of them at once, since they wait most of the time."""
     root = tmp_path_factory.mktemp("shells")
     made = {name: Shell(root / name, text, SPEC.format(name=name)) for name, text in TRAININGS.items()}
     bar = SPEC.format(name="bar").partition("metrics:")[0].replace("checkpoint:", "# ") + BAR_PATTERNS
@@ -186,7 +186,7 @@ def test_a_bar_on_one_line_tells_the_steps_while_it_runs(shells):
 def test_a_killed_training_goes_on_from_its_last_save_and_the_report_counts_what_was_lost(
     shells, name, killed_at, steps, least
 ):
-    """By its own code, and ``envscaler report`` says how many steps that cost (C1, C2, C4, C21)."""
+    """By its own code, and ``envscaler report`` shows how many steps that cost (C1, C2, C4, C21)."""
     shell = shells[name]
     said = shell.over()
     begins = [int(step) for step in re.findall(r"begins at step (\d+)", said)]
@@ -199,7 +199,7 @@ def test_a_killed_training_goes_on_from_its_last_save_and_the_report_counts_what
 
 
 def test_the_best_of_long_ago_is_there_beside_the_last(shells):
-    """At the path at which the training wrote it (C3, C4)."""
+    """At the path where the training wrote it (C3, C4)."""
     said = shells["best-and-last"].over()
 
     assert "finds ['epoch=1-step=20.ckpt', 'last.ckpt']" in said

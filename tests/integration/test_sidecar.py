@@ -59,7 +59,7 @@ def place(request, tmp_path):
 
 
 def until(check, *, seconds=60):
-    """The first true value of *check*, asked ten times a second."""
+    """The first true value of *check*, called ten times a second."""
     deadline = time.monotonic() + seconds
     while not (value := check()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {check}"
@@ -68,7 +68,7 @@ def until(check, *, seconds=60):
 
 
 class Node:
-    """One node of an attempt: its sidecar's process, and what its wrapper would write."""
+    """One node of an attempt: its sidecar's process, and the files of its wrapper."""
 
     def __init__(self, root, url, *, attempt=1, node=0, nodes=1, options=None, **layout):
         """Write layout.json; nothing is started yet."""
@@ -95,7 +95,7 @@ class Node:
         return self
 
     def started(self):
-        """What start.json says, once it is there."""
+        """Content of start.json, once it exists."""
         path = self.spool / "start.json"
         until(path.exists)
         return json.loads(path.read_bytes())
@@ -129,16 +129,16 @@ class Node:
         return name
 
     def status(self):
-        """What the store says of this node."""
+        """The node's status in the store."""
         body = self.store.read(status_name(1, self.attempt, self.node))
         return Status.from_json(body, where="test") if body else Status()
 
     def state(self):
-        """What sidecar.json says."""
+        """Content of sidecar.json."""
         return json.loads((self.spool / "sidecar.json").read_bytes())
 
     def kill(self):
-        """SIGKILL, as the kernel does it."""
+        """SIGKILL, as from the kernel."""
         self.process.kill()
         self.process.wait()
 
@@ -169,7 +169,7 @@ def owned(url, options=None, *, attempt=1, spec=None, **control):
 
 
 def test_a_life_and_the_next(place, nodes, tmp_path):
-    """Code and data in, checkpoints and output out; the next attempt resumes before the torn one."""
+    """Code and data in, checkpoints and output out; the next attempt resumes from the one before the torn."""
     url, options = place
     (tmp_path / "code").mkdir()
     (tmp_path / "code/train.py").write_text("print(1)")
@@ -223,7 +223,7 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
 
 
 def test_killed_again_and_again(nodes, tmp_path):
-    """SIGKILL at any line: every chunk arrives once under its number, every checkpoint is whole."""
+    """SIGKILL at any line: every chunk arrives once under its number, every checkpoint is complete."""
     url = f"file://{tmp_path}/store"
     store = owned(url)
     node = nodes(url).start()
@@ -234,7 +234,7 @@ def test_killed_again_and_again(nodes, tmp_path):
         for number in range(3 * round_ - 2, 3 * round_ + 1):
             node.write(f"logs/{number:06d}.log", f"line {number}\n".encode())
         node.saves(round_, {"a": os.urandom(3 << 20), "b": f"{round_}".encode()})
-        time.sleep(0.35 + 0.17 * round_)  # dies at another moment each time
+        time.sleep(0.35 + 0.17 * round_)  # it dies at another moment each time
         node.kill()
         sequences.append(node.status().sequence)
         node.start()
@@ -253,7 +253,7 @@ def test_killed_again_and_again(nodes, tmp_path):
 
 
 def test_sigterm_is_an_end_that_the_next_sidecar_takes_up(nodes, tmp_path):
-    """Exit code 0 at once; nothing is said to have ended, nothing is laid out twice."""
+    """Exit code 0 at once; no end is reported, nothing is restored twice."""
     url = f"file://{tmp_path}/store"
     owned(url)
     node = nodes(url, work=str(tmp_path / "work")).start()
@@ -305,7 +305,7 @@ def test_two_nodes_share_a_restore_and_a_checkpoint(nodes, tmp_path):
 
 
 def test_a_slow_save_is_never_half_a_checkpoint(nodes, tmp_path):
-    """A writer takes 8 s over a zip while snapshots are due every second: the one that counts opens."""
+    """A writer takes 8 s for a zip while snapshots are due every second: the one that counts is readable."""
     url = f"file://{tmp_path}/store"
     store = owned(url, spec={"checkpoint": {"every": {"seconds": 1}}})
     ours = tmp_path / "ck"
@@ -353,7 +353,7 @@ def tiny_disk(tmp_path):
 
 
 def test_a_full_disk_during_a_save_keeps_the_last_good_one(nodes, tmp_path, tiny_disk):
-    """The store's disk has room for one checkpoint: the second waits until there is room."""
+    """The store's disk fits one checkpoint: the second waits until there is space."""
     url = f"file://{tiny_disk}/store"
     store = owned(url, spec={"checkpoint": {"keep": 1}})
     ballast = tiny_disk / "ballast"

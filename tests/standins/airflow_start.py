@@ -1,4 +1,4 @@
-"""Runs inside the Airflow image: starts all of Airflow, and says as JSON what is there once it is healthy."""
+"""Runs inside the Airflow image: starts all of Airflow, and prints its parts as JSON once it is healthy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 START_S = 300.0
-"""Chosen: six times what it takes on two idle cores."""
+"""Chosen: six times the duration on two idle cores."""
 OUT = Path("/tmp/standalone.log")
 
 
@@ -26,7 +26,7 @@ def ask(url: str) -> Any:
 
 
 def title(url: str) -> str:
-    """Title of a page, whatever its status."""
+    """Title of a page, with any HTTP status."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             text = answer.read()
@@ -36,7 +36,7 @@ def title(url: str) -> str:
 
 
 def printed(*words: str) -> str:
-    """What a command says."""
+    """Output of a command."""
     return subprocess.run(words, capture_output=True, check=True, text=True).stdout.strip()
 
 
@@ -57,7 +57,7 @@ def wait_healthy(url: str, process: subprocess.Popen[bytes]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Start, look, stop."""
+    """Start, check, stop."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     url = f"http://127.0.0.1:{port}"

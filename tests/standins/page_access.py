@@ -1,7 +1,7 @@
-"""Asks the whole API server of Airflow, in this process, for the page as different people would.
+"""Requests the page from Airflow's complete API server, in this process, as different users.
 
 ``python page_access.py REQUESTS``: a JSON list of ``[who, path]`` in; ``[status, type, policy, text]`` of
-each answer out. Ann may read the DAG ``mine``, Bob is known and may read none, nobody is not logged in.
+each answer out. Ann may read the DAG ``mine``, Bob is known and may read none, ``nobody`` has no login.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ READABLE = {"ann": {"mine"}, "bob": set()}
 
 
 class ByDag(SimpleAuthManager):
-    """Says for each DAG who may read it, as auth managers of companies do."""
+    """Decides per DAG who may read it, as auth managers of companies do."""
 
     def is_authorized_dag(self, *, user: Any, details: Any = None, **_: Any) -> bool:
-        """Only what is listed; a question about all DAGs is refused."""
+        """Allows only the listed DAGs; a question about all DAGs is refused."""
         return details is not None and details.id in READABLE.get(user.username, set())
 
 
 def keep_elsewhere(url: str) -> None:
-    """A task of ``mine`` whose run lies in the store of a connection that only the database knows."""
+    """A task of ``mine`` whose run is in the store of a connection that only the database knows."""
     from airflow.models.connection import Connection
     from airflow.models.renderedtifields import RenderedTaskInstanceFields as Rendered
     from airflow.utils.session import create_session
@@ -35,7 +35,7 @@ def keep_elsewhere(url: str) -> None:
     extra = json.dumps({"store_url": url})
     key = {"dag_id": "mine", "run_id": "elsewhere", "task_id": "train", "map_index": -1}
     with create_session() as session:
-        session.execute(text("PRAGMA foreign_keys = OFF"))  # no need of a whole DAG run for its arguments
+        session.execute(text("PRAGMA foreign_keys = OFF"))  # does not need a whole DAG run for its arguments
         session.add(Connection(conn_id="elsewhere", conn_type="envscaler_store", extra=extra))
         session.execute(insert(Rendered).values(rendered_fields={"store_conn_id": "elsewhere"}, **key))
 

@@ -1,8 +1,8 @@
-"""Stands in for the sidecar: lays nothing out, says done once the wrapper's end is there.
+"""Stands in for the sidecar: restores nothing, and reports done once the wrapper has ended.
 
-With ``--die N`` it exits with code 3 at its first N starts, counted in the spool folder; with
-``--give-up`` at its first start with code 86 once ``stopped`` is in the spool folder, as when nobody
-owns an attempt that does not go.
+With ``--die N`` it exits with code 3 at its first N starts, counted in the spool folder. With ``--give-up``
+it exits at its first start with code 86 once ``stopped`` is in the spool folder, like the sidecar of an
+orphaned attempt that does not stop.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main():
-    """Write start.json, wait for the wrapper's end, say done."""
+    """Write start.json, wait for the wrapper's end, report done."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--die", type=int, default=0)

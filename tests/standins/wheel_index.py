@@ -29,7 +29,7 @@ class Index:
     def __init__(
         self, folder: Path, *, password: str | None = None, context: ssl.SSLContext | None = None
     ) -> None:
-        """Begin to serve on a free port of 127.0.0.1."""
+        """Start to serve on a free port of 127.0.0.1."""
         wanted = None if password is None else "Basic " + base64.b64encode(password.encode()).decode()
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -72,7 +72,7 @@ class Index:
 
     @property
     def port(self) -> int:
-        """Where it serves."""
+        """Its address."""
         return int(self._server.server_address[1])
 
     @property
@@ -87,10 +87,10 @@ class Index:
 
 
 class Proxy:
-    """A proxy that leads every CONNECT to one port of 127.0.0.1, as one that looks inside TLS does."""
+    """A proxy that leads every CONNECT to one port of 127.0.0.1, like one that inspects TLS."""
 
     def __init__(self, port: int) -> None:
-        """Begin to serve on a free port."""
+        """Start on a free port."""
         self.asked: list[str] = []
         self._to = port
         self._socket = socket.create_server(("127.0.0.1", 0))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main():
-    """Wait for start.json, run the command, say how it ended."""
+    """Wait for start.json, run the command, report its end."""
     spool = Path(sys.argv[sys.argv.index("--spool") + 1])
     command = sys.argv[sys.argv.index("--") + 1 :]
     asked = []

@@ -1,4 +1,4 @@
-"""The documentation says what is: its specs load, its Python compiles, its links lead somewhere."""
+"""The documentation is correct: its specs load, its Python compiles, its links resolve."""
 
 import ast
 import json
@@ -47,7 +47,7 @@ def _blocks(kind):
 
 @pytest.mark.parametrize("text", _blocks("yaml"))
 def test_every_spec_loads(text, tmp_path):
-    """Each YAML block is a whole spec, with inputs not known yet."""
+    """Each YAML block is a complete spec, with inputs not known yet."""
     spec = tmp_path / "spec.yaml"
     spec.write_text(text)
 
@@ -62,7 +62,7 @@ def test_every_piece_of_python_compiles(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file(page):
-    """And, where it names a heading, to that heading."""
+    """A link to a heading leads to an existing heading."""
     for target in LINK.findall(page.read_text()):
         if "://" in target:
             continue
@@ -75,7 +75,7 @@ def test_every_link_leads_to_a_file(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_option_exists(page):
-    """``envscaler NAME --option`` as the shell knows it."""
+    """``envscaler NAME --option`` exists in the shell."""
     for name, rest in COMMAND.findall(page.read_text()):
         command = main.commands.get(name)
         assert command is not None, name
@@ -88,14 +88,14 @@ def test_every_command_and_option_exists(page):
 
 
 def test_every_command_is_documented():
-    """The reference lists what the shell has."""
+    """The reference lists the commands of the shell."""
     page = (ROOT / "docs/reference/cli.md").read_text()
 
     assert [name for name in main.list_commands(click.Context(main)) if f"envscaler {name}" not in page] == []
 
 
 def test_the_site_shows_every_page():
-    """A page that the navigation lacks would fail the strict build."""
+    """The strict build would fail on a page that the navigation lacks."""
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
 
     assert set(NAVIGATION.findall((ROOT / "mkdocs.yml").read_text())) == pages
@@ -137,7 +137,7 @@ def test_the_site_is_not_built_with_a_broken_link(site, target):
 
 
 def test_the_requests_to_the_store_are_those_of_the_constants():
-    """Reads an hour for one node, as the page on the store's cost adds them up."""
+    """Reads per hour for one node, as the page on the store's cost sums them up."""
     page = (ROOT / "docs/explanation/store-cost.md").read_text()
 
     trigger = 3600 / POLL_S * 8 + 2 * 3600 / RENEW_EVERY_S
@@ -152,7 +152,7 @@ def test_the_requests_to_the_store_are_those_of_the_constants():
 
 
 def test_the_picture_is_readable_in_light_and_dark():
-    """Each class that gives a fill or a stroke of its own has one for dark too, and the file parses."""
+    """Each class with a fill or a stroke of its own has one for dark mode too, and the file parses."""
     text = (ROOT / "docs/images/parts.svg").read_text()
     ET.fromstring(text)
 

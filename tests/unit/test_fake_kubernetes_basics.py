@@ -91,7 +91,7 @@ def test_a_failed_pod_fails_a_job_without_retries(cluster):
 
 
 def test_an_evicted_pod_is_ignored_and_made_again_after_ten_seconds(cluster):
-    """An Ignore rule leaves `failed` alone; the replacement waits for the back-off."""
+    """An Ignore rule leaves `failed` unchanged; the replacement waits for the back-off."""
     ignore = {"rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}]}
     cluster.create(JOBS, job(command=["sleep", "600"], podFailurePolicy=ignore))
 
@@ -105,7 +105,7 @@ def test_an_evicted_pod_is_ignored_and_made_again_after_ten_seconds(cluster):
 
 
 def test_a_pod_without_room_says_so_as_the_scheduler_does(cluster):
-    """No node has GPUs: PodScheduled is False with the scheduler's sentence."""
+    """No node has GPUs: PodScheduled is False with the scheduler's message."""
     body = job(nodes=1)
     body["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
 
@@ -118,7 +118,7 @@ def test_a_pod_without_room_says_so_as_the_scheduler_does(cluster):
 
 
 def test_a_deleted_node_fails_its_pods_after_a_minute(cluster):
-    """Pod garbage collection: DeletionByPodGC, and the Job is given a new pod elsewhere."""
+    """Pod garbage collection: DeletionByPodGC, and the Job gets a new pod elsewhere."""
     cluster.add_node("spot-1", gpus=1)
     body = job(nodes=1, command=["sleep", "600"])
     body["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
@@ -168,7 +168,7 @@ def test_a_watch_from_a_forgotten_version_says_expired(cluster):
 
 
 def test_deleting_a_job_in_the_background_leaves_nothing(cluster):
-    """Pods go by their owner reference, with their grace period."""
+    """The owner reference deletes the pods, with their grace period."""
     cluster.create(JOBS, job(command=["sh", "-c", "trap 'exit 143' TERM; sleep 600"]))
 
     call(cluster, "DELETE", "/apis/batch/v1/namespaces/default/jobs/train?propagationPolicy=Background")
@@ -178,7 +178,7 @@ def test_deleting_a_job_in_the_background_leaves_nothing(cluster):
 
 
 def test_errors_come_as_ordered(cluster):
-    """One 500, one 429 in plain text, then all is well."""
+    """One 500, one 429 in plain text, then success."""
     cluster.next_error("list", "pods", 500)
     cluster.next_error("list", "pods", 429)
 

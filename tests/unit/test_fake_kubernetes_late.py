@@ -1,4 +1,4 @@
-"""What comes late on a real cluster comes late on the fake one, by its own clock (D15)."""
+"""Events that are late on a real cluster are late on the fake one, by its own clock (D15)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def conditions(cluster, name="train"):
 
 
 def shorten(cluster, name):
-    """Set a deadline that is over."""
+    """Set a deadline in the past."""
     found = cluster.store.get(JOBS, "default", name)
     cluster.store.edit(JOBS, found, lambda item: item["spec"].update(activeDeadlineSeconds=1))
 
@@ -56,7 +56,7 @@ def test_a_job_completes_seconds_after_its_pods():
 
 
 def test_a_job_that_looks_late_can_miss_a_success_for_a_deadline():
-    """Pods have succeeded, nobody counted them yet, and somebody sets the deadline (D15)."""
+    """Pods have succeeded, the Job controller has not counted them, and a user sets the deadline (D15)."""
     with Cluster(speed=0, pace=Pace(job_sync_s=5)) as cluster:
         cluster.script(Program(seconds=10))
         cluster.create(JOBS, job())
@@ -102,7 +102,7 @@ def test_a_webhook_denies_pods_until_it_does_not():
 
 @pytest.mark.parametrize(("partly", "ready"), [(False, 403), (True, 500)])
 def test_a_server_that_has_just_started_refuses_those_it_will_let_in(partly, ready):
-    """Nobody but the masters, until it knows roles and bindings (D15)."""
+    """Only the masters pass, until it knows roles and bindings (D15)."""
     with Cluster(speed=0) as cluster:
         token = cluster.user("owner", [{"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}])
         pods = "/api/v1/namespaces/default/pods"
@@ -119,7 +119,7 @@ def test_a_server_that_has_just_started_refuses_those_it_will_let_in(partly, rea
 
 
 def test_a_kubelet_that_starts_admits_its_running_pods_again():
-    """One passes; one whose device is not there any more fails although it ran (D15)."""
+    """One passes; one whose device is absent now fails although it ran (D15)."""
     with Cluster(nodes=0, speed=0) as cluster:
         node = cluster.add_node("gpus", gpus=1)
         cluster.create(JOBS, job("plain"))
@@ -136,7 +136,7 @@ def test_a_kubelet_that_starts_admits_its_running_pods_again():
 
 
 def test_a_pod_that_cannot_leave_stays_on_its_ready_node():
-    """Neither signal ends it; once it can, it goes (D15)."""
+    """Neither signal ends it; once it can end, it does (D15)."""
     with Cluster(speed=0) as cluster:
         cluster.script(Program(seconds=600))
         cluster.create(JOBS, job())
@@ -175,7 +175,7 @@ def test_a_log_that_is_lost_is_the_kubelets_own_error():
 
 
 def test_a_namespace_takes_long_to_go():
-    """It is there, and takes nothing new, until it is gone (D15)."""
+    """It exists, and accepts nothing new, until it is deleted (D15)."""
     with Cluster(speed=0, namespaces=("short",), pace=Pace(namespace_s=20)) as cluster:
         request = urllib.request.Request(
             f"{cluster.url}/api/v1/namespaces/short",

@@ -1,4 +1,4 @@
-"""What a test can do to the fake cluster: to its server, its nodes, its pods; and what watches see."""
+"""What a test can do to the fake cluster: to its server, its nodes, its pods; and what watches receive."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def cluster():
 
 
 def pod(name="p", labels=None, **spec):
-    """A pod of one container that runs until it is told to end."""
+    """A pod of one container that runs until it is stopped."""
     container = {"name": "main", "image": "registry.local/train:1"}
     whole = {"restartPolicy": "Never", "containers": [container], **spec}
     return {"metadata": {"name": name, "labels": labels or {}}, "spec": whole}
 
 
 def gpu_pod(name, gpus, **spec):
-    """One that asks for GPUs."""
+    """One that requests GPUs."""
     body = pod(name, **spec)
     body["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
     return body
@@ -83,7 +83,7 @@ def test_a_watch_sees_what_leaves_its_selector_as_deleted(cluster):
 
 
 def test_a_watch_goes_on_from_a_version(cluster):
-    """Nothing of before, all of after, labels as asked."""
+    """Nothing earlier, everything later, with the selected labels."""
     cluster.create(PODS, pod("old", {"run": "a"}))
     version = json.loads(ask(cluster, "GET", "/api/v1/pods")[1])["metadata"]["resourceVersion"]
 
@@ -98,7 +98,7 @@ def test_a_watch_goes_on_from_a_version(cluster):
 
 
 def test_initial_events_end_with_a_bookmark(cluster):
-    """A streaming list: ADDED, then the bookmark that says so."""
+    """A streaming list: ADDED, then the bookmark that marks the end."""
     cluster.create(PODS, pod())
     query = "sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true"
 
@@ -108,7 +108,7 @@ def test_initial_events_end_with_a_bookmark(cluster):
 
 
 def test_a_cut_watch_breaks_off(cluster):
-    """The connection ends in the middle, without the last chunk."""
+    """The connection ends midway, without the last chunk."""
     timer = threading.Timer(0.2, cluster.cut_watches)
     timer.start()
 
@@ -118,7 +118,7 @@ def test_a_cut_watch_breaks_off(cluster):
 
 
 def test_a_lost_answer_has_happened(cluster):
-    """`when="after"`: the Job is there though its creator was told 500."""
+    """`when="after"`: the Job exists though its creator got a 500."""
     cluster.next_error("create", "pods", 500, when="after")
 
     status, _text = ask(cluster, "POST", "/api/v1/namespaces/default/pods", pod())
@@ -128,7 +128,7 @@ def test_a_lost_answer_has_happened(cluster):
 
 
 def test_an_outage_answers_nobody_until_it_is_over(cluster):
-    """Connections are closed without a word; afterwards all is as it was."""
+    """Connections are closed without an answer; afterwards everything is as before."""
     cluster.outage()
     with pytest.raises((http.client.HTTPException, OSError)):
         ask(cluster, "GET", "/version")
@@ -170,7 +170,7 @@ def test_a_silent_node_keeps_its_pods_running_until_they_are_evicted(cluster):
 
 
 def test_a_more_important_pod_takes_the_place_of_another(cluster):
-    """The victim is told so, and leaves in its grace period."""
+    """Its status has the reason, and it ends within its grace period."""
     cluster.add_node("gpu-0", gpus=4)
     cluster.create(PRIORITIES, {"metadata": {"name": "high"}, "value": 100})
     cluster.create(PODS, gpu_pod("low", 4, terminationGracePeriodSeconds=5))
@@ -246,7 +246,7 @@ def test_a_missing_image_shows_why_and_heals(cluster):
 
 
 def test_a_resize_waits_for_room(cluster):
-    """Deferred while another pod takes the CPUs, done when it has gone."""
+    """Deferred while another pod uses the CPUs, done when it has ended."""
     for name, cpus in (("big", "6"), ("small", "1")):
         body = pod(name)
         body["spec"]["containers"][0]["resources"] = {"requests": {"cpu": cpus}}
@@ -288,7 +288,7 @@ def test_the_asynchronous_client_lists_and_watches(cluster, tmp_path):
 
 
 def test_a_spot_node_that_vanishes_costs_the_job_one_pod(cluster):
-    """Its pod is failed by garbage collection and made again on the node that comes."""
+    """Garbage collection fails its pod, and the Job recreates it on the next node."""
     cluster.add_node("spot-0", gpus=1)
     rules = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}]
     template = gpu_pod("x", 1)
@@ -312,7 +312,7 @@ def test_a_spot_node_that_vanishes_costs_the_job_one_pod(cluster):
 
 
 def test_the_last_finalizer_takes_a_deleted_pod_with_it(cluster):
-    """No write shows it without: DELETED carries the finalizer still, as recorded."""
+    """The finalizer is never written away first: DELETED still has it, as recorded."""
     held = pod()
     held["metadata"]["finalizers"] = ["example.com/hold"]
     cluster.create(PODS, held)

@@ -55,7 +55,7 @@ def test_names_in_code_are_not_prose():
 
 
 def test_of_a_test_only_docstrings_are_checked():
-    """A test may compare messages and hold whatever text it needs."""
+    """A test may compare messages and contain any text."""
     source = '"""It was told."""\n# it was told\nx = "it was told"\n'
 
     assert lines("tests/unit/test_a.py", source) == [(1, "told")]

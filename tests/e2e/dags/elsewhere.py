@@ -1,4 +1,4 @@
-"""A stage whose runs lie in the store of a connection, not in the services' own."""
+"""A stage whose runs are in the store of a connection, not in the services' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages whose slices can be held right before and right after the backend is called."""
+"""Stages whose executions can be stopped right before and right after the call of the backend."""
 
 from __future__ import annotations
 

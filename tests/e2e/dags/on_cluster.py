@@ -1,4 +1,4 @@
-"""Stages on a cluster that a connection leads to, with their sensor."""
+"""Stages on the cluster of a connection, with their sensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage that is not retried, with a lease shorter than a spec may have it: the tests have not that long."""
+"""A stage without retries, whose lease is shorter than a spec allows, to keep the tests short."""
 
 from __future__ import annotations
 

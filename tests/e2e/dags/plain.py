@@ -10,10 +10,10 @@ from airflow.sdk import DAG, BaseOperator
 
 
 class Defers(BaseOperator):
-    """Defers for ``params.seconds`` and pushes what it was told.
+    """Defers for ``params.seconds`` and pushes the data of the event.
 
-    Not for less than about 3 s: the scheduler fails a task that is queued again before
-    the executor has reported the end of the slice before (Airflow 3.3.2).
+    Use at least about 3 s: the scheduler fails a task that is queued again before the executor has reported
+    the end of the previous execution (Airflow 3.3.2).
     """
 
     def execute(self, context: Any) -> None:
@@ -24,7 +24,7 @@ class Defers(BaseOperator):
         )
 
     def resumed(self, context: Any, event: Any) -> str:
-        """Say that the event came."""
+        """Return the data of the event."""
         self.log.info("after the deferral")
         return "resumed"
 

@@ -33,7 +33,7 @@ with DAG("never", schedule=None, params=PARAMS):
 
     @task
     def decline() -> None:
-        """Skip all that follows."""
+        """Skip everything downstream."""
         raise AirflowSkipException("nothing to train today")
 
     with TaskGroup("group"):

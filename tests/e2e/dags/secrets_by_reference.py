@@ -1,4 +1,4 @@
-"""A stage that is given secrets, and one whose author writes a secret where everybody could read it."""
+"""A stage with secrets by reference, and one whose author writes a secret where every user can read it."""
 
 from __future__ import annotations
 

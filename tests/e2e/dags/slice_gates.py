@@ -1,10 +1,10 @@
-"""Hold an execution at points of its way, or lose it before it begins, in the worker's process alone.
+"""Stop an execution at certain points, or lose it before it starts, in the worker's process alone.
 
-A gate is a file ``<E2E_GATES>/<run_id>.<point>``; while it stands, the execution waits there. ``before`` and
-``after`` are right before and right after the backend is called, ``delivered`` is right after the delivery.
-``asleep`` holds one try, the next to begin, before its execution; later tries pass. ``unanswered`` is not a
-gate: the backend starts what it is asked for, its answer is lost, and the file is taken away. Nor is
-``lost``: the process of the next try ends before its execution begins, and takes the file away.
+A gate is a file ``<E2E_GATES>/<run_id>.<point>``; while the file exists, the execution waits there.
+``before`` and ``after`` are right before and right after the call of the backend, ``delivered`` is right
+after the delivery. ``asleep`` stops the next try before its execution; later tries pass. ``unanswered`` is
+not a gate: the backend starts the requested attempt, its answer is lost, and the file is removed. ``lost`` is
+not a gate either: the process of the next try ends before its execution starts, and removes the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ deliver = EnvStageOperator._deliver
 
 
 def wait_at(point: str, run_id: str) -> None:
-    """Say that the point was reached, and wait there while its gate stands."""
+    """Record that the execution reached the point, and wait there while its gate exists."""
     gate = GATES / f"{run_id}.{point}"
     if gate.exists():
         gate.with_suffix(f".{point}.reached").touch()
@@ -48,14 +48,14 @@ def held_submit(self: Any, request: AttemptRequest) -> Handle:
 
 
 def held_deliver(self: Any, context: Any, *arguments: Any) -> Any:
-    """Deliver; Airflow learns of it only once the gate is open."""
+    """Deliver; Airflow gets the result only once the gate is open."""
     result = deliver(self, context, *arguments)
     wait_at("delivered", context["run_id"])
     return result
 
 
 def lose(context: Any) -> None:
-    """End this process like a machine that fails, or hold it, where the next try is to be lost or held."""
+    """End this process as a failing machine would, or stop it, where the test asks for it."""
     gate = GATES / f"{context['run_id']}.asleep"
     if gate.exists():
         reached = gate.rename(gate.with_suffix(".asleep.reached"))
@@ -68,6 +68,6 @@ def lose(context: Any) -> None:
 
 
 def install() -> None:
-    """Put the gates up."""
+    """Install the gates."""
     LocalBackend.submit = held_submit
     EnvStageOperator._deliver = held_deliver

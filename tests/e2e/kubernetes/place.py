@@ -1,4 +1,4 @@
-"""The cluster that stages are tested on, and what the tests do there. Nothing of it knows a fake."""
+"""The cluster for tests of stages, and what the tests do there, without a dependency on the fake."""
 
 import json
 import os
@@ -34,7 +34,7 @@ class Place:
     """A namespace of a cluster, a run store that its pods reach, and an image with Python."""
 
     def __init__(self, backend, store_url, image):
-        """Use what is there."""
+        """Use the existing cluster, store and image."""
         self.backend = backend
         self.store = open_store(store_url)
         check_store(self.store)
@@ -43,7 +43,7 @@ class Place:
 
     @classmethod
     def of_environment(cls):
-        """By KUBECONFIG, ENVSCALER_IMAGE, ENVSCALER_STORE_URL and, if need be, the others; skips without."""
+        """From KUBECONFIG, ENVSCALER_IMAGE, ENVSCALER_STORE_URL and optional variables; otherwise skips."""
         missing = [name for name in NEEDED if not os.environ.get(name)]
         if missing:
             pytest.skip(f"no cluster: {', '.join(missing)} not set; see tests/e2e/kubernetes/README.md")
@@ -70,9 +70,9 @@ class Place:
         return place
 
     def move_in(self):
-        """Make the namespace if it is not there, and wait for the account that its pods run as.
+        """Create the namespace if it does not exist, and wait for the account that its pods run as.
 
-        One that the module before has removed takes a while to go.
+        Kubernetes takes a while to delete the one of the previous module.
         """
         cluster, name = self.backend.cluster, self.backend.namespace
         until = time.monotonic() + 180
@@ -90,7 +90,7 @@ class Place:
             time.sleep(0.2)
 
     def log_in(self):
-        """Give sidecars the credentials of this process, where there are any."""
+        """Give sidecars the credentials of this process, if it has any."""
         values = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         if self.backend.settings.store_secret != LOGIN:
             return
@@ -103,7 +103,7 @@ class Place:
             self.backend.cluster.patch(names.secrets(self.backend.namespace, LOGIN), body)
 
     def run(self, script, **fields):
-        """A run of *script* (Python), not begun yet; *fields* are of the spec."""
+        """A run of *script* (Python), not started yet; *fields* are of the spec."""
         spec = {
             "version": "v1",
             "name": "stage",
@@ -115,12 +115,12 @@ class Place:
         return Run(self, EnvSpec.from_dict(spec))
 
     def pods(self):
-        """Pods of this namespace that are of ours."""
+        """Pods of this namespace that belong to envscaler."""
         query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER}"}
         return self.backend.cluster.list(names.pods(self.backend.namespace), query).body["items"]
 
     def jobs(self):
-        """Jobs of this namespace that the tests made: those of their store."""
+        """Jobs of this namespace that the tests created: those of their store."""
         found = self.backend.jobs()
         return [job for job in found if job["metadata"]["annotations"].get(names.STORE) == self.store.url]
 
@@ -137,7 +137,7 @@ class Place:
         self.backend.cluster.delete(path, uid=metadata["uid"], grace_s=1)
 
     def clear(self):
-        """Leave none of the Jobs and pods that the tests made."""
+        """Delete the Jobs and pods that the tests created."""
         hashes = set()
         for job in self.jobs():
             hashes.add(job["metadata"]["labels"][names.RUN])
@@ -155,7 +155,7 @@ class Place:
             time.sleep(0.5)
 
     def close(self):
-        """Leave nothing that the tests made."""
+        """Delete everything that the tests created."""
         self.clear()
         if self._made is not None:
             path = f"/api/v1/namespaces/{self.backend.namespace}"
@@ -166,7 +166,7 @@ class Run:
     """One run, owned by a thread of the test."""
 
     def __init__(self, place, spec):
-        """Begin nothing yet."""
+        """Start nothing yet."""
         self.place = place
         self.spec = spec
         self.key = RunKey("e2e", "kubernetes", uuid.uuid4().hex[:12], spec.name)
@@ -181,7 +181,7 @@ class Run:
         self._thread = threading.Thread(target=self._hold, daemon=True)
 
     def start(self):
-        """Own it from here on."""
+        """Own it from now on."""
         self._thread.start()
         return self
 
@@ -192,7 +192,7 @@ class Run:
             self.error = err
 
     def end(self, *, seconds=180):
-        """Wait for the end; the error it ended with is raised."""
+        """Wait for the end; raises the error that ended it."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"{self.state()}\n{self.output()}"
         if self.error is not None:
@@ -200,18 +200,18 @@ class Run:
         return self.result
 
     def state(self):
-        """Fold of its events."""
+        """State folded from its events."""
         return EventLog(self.place.store, self.key.prefix, snapshots=False).load()
 
     def output(self, *, attempt=1, node=0):
-        """What a node printed so far, by the store."""
+        """Output of a node so far, from the store."""
         data, _ = read_logs(
             self.place.store, self.key.prefix, attempt=(1, attempt), node=node, budget=1 << 20
         )
         return data.decode()
 
     def shows(self, text, *, seconds=120, **which):
-        """Wait until it has printed *text*."""
+        """Wait until the node has printed *text*."""
         until = time.monotonic() + seconds
         while text not in self.output(**which):
             assert self._thread.is_alive(), (self.error, self.output(**which))
@@ -228,11 +228,11 @@ class Run:
         return body["metadata"]["labels"].get(names.RUN) == hashed
 
     def handle(self):
-        """Of the live attempt."""
+        """Number of the live attempt."""
         return Handle.from_dict(self.state().live.handle)
 
     def alone(self, allocation):
-        """Start one attempt on *allocation* with no owner; its handle."""
+        """Start one attempt on *allocation* without an owner; returns its handle."""
         store, spec = for_run(self.place.store, self.key.prefix), self.spec.to_dict()
         store.write("spec-0.json", json.dumps(spec).encode())
         store.write(control_name(1, 1), Control().to_json())
@@ -251,12 +251,12 @@ class Run:
         return self.place.backend.submit(request)
 
     def evict(self, pod):
-        """Ask the Eviction API to end *pod*."""
+        """Request the eviction of *pod* from the Eviction API."""
         metadata = {"name": pod["metadata"]["name"], "namespace": pod["metadata"]["namespace"]}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
         path = names.pods(metadata["namespace"], metadata["name"], "eviction")
         self.place.backend.cluster.create(path, body)
 
     def stop(self):
-        """Ask for its end."""
+        """Request its cancellation."""
         request_stop(self.place.store, self.key.prefix, reason="test", by="test")

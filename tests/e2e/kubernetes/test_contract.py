@@ -30,10 +30,10 @@ ORDERS = '"$ENVSCALER_SPOOL/orders"'
 
 
 class ClusterHarness:
-    """Drives real pods: their training waits for orders, which come through exec."""
+    """Drives real pods: their training waits for orders through exec."""
 
     def __init__(self, place):
-        """Make runs of its own in the store."""
+        """Create runs of this suite in the store."""
         self._place = place
         self.backend = place.backend
         self.patience_s = 90.0  # chosen: pulls, starts and ends of pods on a small machine
@@ -64,19 +64,19 @@ class ClusterHarness:
         renew_lease(self._place.store, request.run_prefix, holder="test")
 
     def command(self):
-        """Print what comes before a number, and exit with that."""
+        """Print the text before the number, and exit with the number."""
         return ("python3", "-c", WAITS)
 
     def _order(self, pod, text):
         until = time.monotonic() + 60
-        # It is said before it is done: who is told to end may be gone before the last word.
+        # Print before the order is written: the process may end at once.
         command = f"test -p {ORDERS} && echo given && printf '%s\\n' '{text}' > {ORDERS}"
         while "given" not in self._run_in(pod, command):
             assert time.monotonic() < until, pod["metadata"]["name"]
             time.sleep(0.5)
 
     def _run_in(self, pod, command):
-        """What the shell *command* prints in the training's container; the socket is closed."""
+        """Output of the shell *command* in the training's container; closes the socket."""
         from kubernetes.client import CoreV1Api
         from kubernetes.stream import stream
 
@@ -102,13 +102,13 @@ class ClusterHarness:
         return [pod for _, pod in self.backend.pods(handle)]
 
     def end(self, handle, exit_code):
-        """Let the command of every node end, once all have begun: none begins after node 0 has ended."""
+        """Let the command of every node end, once all have started: none starts after node 0 has ended."""
         for text in ("", str(exit_code)):
             for pod in self._pods(handle):
                 self._order(pod, text)
 
     def vanish(self, handle):
-        """Somebody deletes the Job, and what it held is free."""
+        """Delete the Job and free its resources."""
         uids = {pod["metadata"]["uid"] for pod in self._pods(handle)}
         for job in self._place.jobs():
             if job["metadata"]["name"] == handle.name:
@@ -123,13 +123,13 @@ class ClusterHarness:
         self._order(self._pods(handle)[0], text.decode())
 
     def close(self):
-        """Leave nothing."""
+        """Leave nothing behind."""
         self._place.clear()
 
 
 @pytest.fixture(scope="module")
 def place():
-    """The cluster; its nodes should hold little else, since the suite takes all CPUs of one."""
+    """The cluster; its nodes should run little else, since the suite takes all CPUs of one."""
     made = Place.of_environment()
     yield made
     made.close()
@@ -137,7 +137,7 @@ def place():
 
 @pytest.fixture
 def harness(place):
-    """The backend on the cluster, and a hand on its pods."""
+    """The backend on the cluster, with control over its pods."""
     made = ClusterHarness(place)
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""Stages on a real cluster: whatever KUBECONFIG names. See tests/e2e/kubernetes/README.md."""
+"""Stages on a real cluster: the one of KUBECONFIG. See tests/e2e/kubernetes/README.md."""
 
 import time
 
@@ -47,7 +47,7 @@ else:
             assert time.monotonic() < until
             time.sleep(0.5)
 """
-"""Node 0 listens at the rendezvous, node 1 calls there."""
+"""Node 0 listens at the rendezvous, and node 1 connects to it."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def place():
 
 
 def test_a_stage_trains_and_its_output_survives_the_pod(place):
-    """Output, log and report are in the store; its pods are gone."""
+    """Output, log and report are in the store; the pods are gone."""
     script = (
         "import os, pathlib; print('hello from', os.environ['ENVSCALER_NODE'], flush=True);"
         "pathlib.Path(os.environ['ENVSCALER_OUTPUT_MODEL']).write_text('weights')"
@@ -78,7 +78,7 @@ def test_a_stage_trains_and_its_output_survives_the_pod(place):
 
 
 def test_a_failure_is_told_with_code_and_last_line(place):
-    """Before the first step: once is enough."""
+    """It fails before the first step: one attempt is enough."""
     run = place.run("import sys; print('it broke', flush=True); sys.exit(3)").start()
 
     with pytest.raises(RunFailedError, match="exit code 3") as caught:
@@ -88,7 +88,7 @@ def test_a_failure_is_told_with_code_and_last_line(place):
 
 
 def test_memory_over_the_limit_is_told_as_such(place):
-    """At its cap: no attempt with more."""
+    """It fails at its cap: no attempt gets more memory."""
     run = place.run(
         "held = []\nwhile True: held.append(bytearray(b'x' * (8 << 20)))",
         resources={
@@ -119,7 +119,7 @@ def test_a_stop_ends_the_pod_within_a_minute_of_its_grace(place):
 
 
 def test_an_evicted_pod_is_made_again_and_resumes(place):
-    """The same attempt, from its newest checkpoint; the log goes on where it was."""
+    """The same attempt resumes from its newest checkpoint; the log continues."""
     run = place.run(COUNT.format(steps=80), checkpoint={"path": "/output/saves", "every": "2s"}).start()
     run.shows("begins at 0")
     until = time.monotonic() + 90
@@ -140,7 +140,7 @@ def test_an_evicted_pod_is_made_again_and_resumes(place):
 
 
 def test_two_nodes_meet_without_dns(place):
-    """By the address of node 0."""
+    """They use the address of node 0."""
     run = place.run(MEET, num_nodes=2).start()
 
     run.end()
@@ -150,7 +150,7 @@ def test_two_nodes_meet_without_dns(place):
 
 
 def test_gpus_are_taken_by_their_resource(place):
-    """Where a node has some: the pod asks for one, and is the only one to have it."""
+    """On a cluster with GPUs the pod requests one, and gets it for itself."""
     if not any(offer.gpus for offer in place.backend.offers()):
         pytest.skip("no node has GPUs")
     requests = {"cpu": "200m", "memory": "128Mi", "gpu": {"count": 1}}
@@ -185,7 +185,7 @@ def test_nodes_of_two_offers_are_numbered_on_and_meet(place):
 
 
 def test_cpu_grows_in_place(place):
-    """The same pod; where the cluster cannot, it says so."""
+    """The same pod; a cluster that cannot resize reports it."""
     run = place.run("import time; print('runs', flush=True); time.sleep(600)").start()
     run.shows("runs")
     [before] = run.pods()
@@ -209,7 +209,7 @@ def test_cpu_grows_in_place(place):
 
 
 def test_a_deleted_job_is_followed_by_the_next_attempt(place):
-    """Somebody deleted it: known to be gone, and the stage goes on from its checkpoint."""
+    """A user deletes it: the owner knows that it is gone, and the stage resumes from its checkpoint."""
     run = place.run(COUNT.format(steps=60), checkpoint={"path": "/output/saves", "every": "2s"}).start()
     run.shows("begins at 0")
     until = time.monotonic() + 90
@@ -228,7 +228,7 @@ def test_a_deleted_job_is_followed_by_the_next_attempt(place):
 
 
 def test_an_elastic_attempt_grows_and_shrinks_in_place(place):
-    """Node 1 comes, finds node 0 and goes again; node 0 is the same pod all the time."""
+    """Node 1 joins node 0 and leaves again; the pod of node 0 stays the same."""
     fields = {"distributed": {"launcher": "torchrun", "elastic": True}, "num_nodes": {"min": 1, "max": 2}}
     run = place.run("import time; print('runs', flush=True); time.sleep(600)", **fields)
     handle = run.alone(Allocation(place.backend.offers()[0]))

@@ -1,4 +1,4 @@
-"""Who may do what: tokens, RBAC rules, access reviews."""
+"""Access: tokens, RBAC rules, access reviews."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PUBLIC = ("/version", "/healthz", "/livez", "/readyz")
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A caller. `rules` are PolicyRules that hold everywhere, beside what roles give."""
+    """A caller. `rules` are PolicyRules for all namespaces, in addition to those of roles."""
 
     name: str
     groups: tuple[str, ...] = ("system:authenticated",)
@@ -25,7 +25,7 @@ class User:
 
     @property
     def is_master(self) -> bool:
-        """Members of this group may do everything, as in the real one."""
+        """Members of this group may do everything, as in a real cluster."""
         return "system:masters" in self.groups
 
 
@@ -35,7 +35,7 @@ ADMIN = User("kubernetes-admin", ("system:masters", "system:authenticated"))
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """May somebody *verb* this?"""
+    """The question whether a user may *verb* this."""
 
     verb: str
     group: str
@@ -55,7 +55,7 @@ class Access:
     is_partly_ready: bool = False
 
     def __post_init__(self) -> None:
-        """The administrator is there from the start."""
+        """Start with the administrator."""
         self.users[self.admin_token] = (ADMIN, None)
 
     def start(self, unready_s: float, *, partly: bool = False) -> None:
@@ -65,11 +65,11 @@ class Access:
 
     @property
     def is_ready(self) -> bool:
-        """Say whether all roles and bindings are known."""
+        """Return whether all roles and bindings are known."""
         return self.store.clock.now() >= self.unready_until
 
     def readiness(self, user: User) -> None:
-        """Raise what ``/readyz`` answers while the server starts."""
+        """Raise the answer of ``/readyz`` while the server starts."""
         if self.is_ready or (user.is_master and not self.is_partly_ready):
             return
         if self.is_partly_ready:
@@ -79,18 +79,18 @@ class Access:
         raise ApiError(403, status(403, "Forbidden", why, {}))
 
     def issue(self, user: User, lifetime_s: float | None = None) -> str:
-        """A new token for *user*, good for *lifetime_s* of the cluster's seconds."""
+        """A new token for *user*, valid for *lifetime_s* seconds of the cluster."""
         token = secrets.token_urlsafe(16)
         until = None if lifetime_s is None else self.store.clock.now() + lifetime_s
         self.users[token] = (user, until)
         return token
 
     def expire(self, token: str) -> None:
-        """Let *token* be refused (401) from now on."""
+        """Refuse *token* (401) from now on."""
         self.users.pop(token, None)
 
     def who(self, authorization: str | None) -> User:
-        """The caller by its Authorization header; raises 401."""
+        """The caller from its Authorization header; raises 401."""
         if not authorization:
             return ANONYMOUS
         scheme, _, token = authorization.partition(" ")
@@ -103,7 +103,7 @@ class Access:
         return user
 
     def allows(self, user: User, question: Question) -> bool:
-        """Judge by group, the user's own rules, and the roles bound to it."""
+        """Decide from the group, the user's own rules, and the roles bound to the user."""
         own = question.group == "authorization.k8s.io" and question.resource.startswith("selfsubject")
         if user.is_master:
             return True
@@ -114,7 +114,7 @@ class Access:
         return any(_matches(rule, question) for rule in self._rules(user, question.namespace))
 
     def check(self, user: User, resource: Resource, question: Question) -> None:
-        """Raise 403 in the real wording if *user* may not."""
+        """Raise 403 with the real message if *user* is not allowed to."""
         if self.allows(user, question):
             return
         where = f'in the namespace "{question.namespace}"' if question.namespace else "at the cluster scope"
@@ -166,7 +166,7 @@ class Access:
 
 
 def account_user(namespace: str, name: str) -> User:
-    """The user that a ServiceAccount's token stands for."""
+    """The user of a ServiceAccount's token."""
     groups = ("system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated")
     return User(f"system:serviceaccount:{namespace}:{name}", groups)
 

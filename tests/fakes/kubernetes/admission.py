@@ -23,7 +23,7 @@ SYSTEM_PRIORITIES = {"system-cluster-critical": 2_000_000_000, "system-node-crit
 
 
 def admit(store: Store, resource: Resource, item: Object, namespace: str) -> None:
-    """Complete or refuse (403) an object that is about to be created."""
+    """Complete an object before its creation, or refuse it (403)."""
     if resource is PODS:
         _admit_account(store, item, namespace)
         _admit_priority(store, item)
@@ -99,7 +99,7 @@ def _admit_security(store: Store, pod: Object, namespace: str) -> None:
 
 
 def usage_of(resource: Resource, item: Object) -> dict[str, Decimal]:
-    """What one object counts for, by the names that quotas use."""
+    """The amounts that one object adds to quotas, by name."""
     counted: dict[str, Decimal] = {f"count/{resource.full}": Decimal(1)}
     if resource is not PODS:
         return counted
@@ -115,7 +115,7 @@ def usage_of(resource: Resource, item: Object) -> dict[str, Decimal]:
 
 
 def used_in(store: Store, namespace: str, hard: Object) -> dict[str, Decimal]:
-    """What the namespace uses of the names in *hard*; pods that are over do not count."""
+    """The namespace's usage of the names in *hard*; pods that have ended do not count."""
     used = dict.fromkeys(hard, Decimal(0))
     for resource in {PODS} | {one for one in _counted(store) if f"count/{one.full}" in hard}:
         for item in store.each(resource):

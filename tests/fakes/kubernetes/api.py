@@ -1,4 +1,4 @@
-"""What the API server does with a request, before and after HTTP."""
+"""The API server's handling of a request, before and after HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_STATUS = {"Pod", "Job", "Node", "Namespace", "ResourceQuota", "PersistentVo
 
 @dataclass(slots=True)
 class Options:
-    """Query parameters that writing verbs know."""
+    """Query parameters of the verbs that write."""
 
     dry_run: bool = False
     strict: bool = False
@@ -40,7 +40,7 @@ class Api:
     """Create, update, patch and delete with defaults, validation and admission."""
 
     def __init__(self, store: Store) -> None:
-        """Work on *store*."""
+        """Use *store*."""
         self.store = store
         self.denied = ""
         """Why a validating webhook denies every new pod; "" admits them."""
@@ -130,7 +130,7 @@ class Api:
             default_any(item, now)
 
     def _furnish(self, namespace: str) -> None:
-        """What controllers put into every new namespace."""
+        """The objects that controllers put into every new namespace."""
         account: Object = {"metadata": {"name": "default", "namespace": namespace}}
         self.store.create(ACCOUNTS, account)
         bundle: Object = {
@@ -157,13 +157,13 @@ class Api:
         old = self.read(resource, namespace, name)
         fresh = patch(old, media_type, body)
         before, after = old["metadata"]["uid"], (fresh.get("metadata") or {}).get("uid")
-        if after not in {None, "", before}:  # of a PUT it is a precondition, of a PATCH a field
+        if after not in {None, "", before}:  # in a PUT it is a precondition, in a PATCH a field
             fault = errors.cause("metadata.uid", "FieldValueInvalid", "field is immutable", f'"{after}"')
             raise errors.invalid(resource.full_kind, name, [fault])
         return self._replace(resource, old, fresh, subresource, options or Options())
 
     def apply(self, resource: Resource, namespace: str, name: str, body: Object, options: Options) -> Object:
-        """Server-side apply, without the bookkeeping of who owns which field: creates, or merges."""
+        """Server-side apply without tracking of field owners: creates, or merges."""
         if not options.field_manager:
             missing = errors.cause("fieldManager", "FieldValueRequired", "is required for apply patch")
             raise errors.invalid("PatchOptions.meta.k8s.io", "", [missing])
@@ -209,7 +209,7 @@ class Api:
 
 
 def _merged(resource: Resource, old: Object, fresh: Object, subresource: str) -> Object:
-    """What an update changes: status only through its subresource, the rest only without."""
+    """The fields that an update changes: status only through its subresource, the rest only without."""
     item = clone(old)
     if subresource == "status":
         item["status"] = clone(fresh.get("status", {}))

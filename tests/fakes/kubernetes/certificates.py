@@ -1,4 +1,4 @@
-"""A certificate for 127.0.0.1, signed by itself."""
+"""A self-signed certificate for 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Certificate:
     """Key and certificate in one file, until `close`."""
 
     def __init__(self) -> None:
-        """Make a fresh one, good for a day."""
+        """Create a new one, valid for a day."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fake-kubernetes")])
         now = dt.datetime.now(tz=dt.UTC)

@@ -1,4 +1,4 @@
-"""The cluster's time: real, faster than real, or standing still until a test lets it pass."""
+"""The cluster's time: real, faster than real, or stopped until a test advances it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Something that is to happen once; `cancel` and it does not."""
+    """A single future action; `cancel` prevents it."""
 
     __slots__ = ("act", "due")
 
     def __init__(self, due: float, act: Callable[[], None]) -> None:
-        """Remember what to do and when (epoch seconds of the cluster)."""
+        """Store the action and its time (epoch seconds of the cluster)."""
         self.due = due
         self.act: Callable[[], None] | None = act
 
     def cancel(self) -> None:
-        """Forget it; harmless when it has happened."""
+        """Prevent it; has no effect afterwards."""
         self.act = None
 
 
 class Clock:
-    """Cluster time. All methods but `now` belong to the cluster's own thread.
+    """Cluster time. Only `now` may be called outside the cluster's own thread.
 
     Args:
         speed: Seconds of the cluster for each real one; 0 stands still, so that only `advance` moves it.
     """
 
     def __init__(self, speed: float = 1.0) -> None:
-        """Begin now."""
+        """Start now."""
         self._speed = speed
         self._began = time.monotonic()
         self._base = time.time()
@@ -47,12 +47,12 @@ class Clock:
         return self._base + (time.monotonic() - self._began) * self._speed
 
     def stand_still(self) -> None:
-        """From now on only :meth:`advance` lets time pass, however long the test's own machine takes."""
+        """From now on only :meth:`advance` moves the time, independent of the real time that passes."""
         self._base, self._speed = self.now(), 0.0
         self._arm()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Fire timers from *loop* from here on."""
+        """Fire timers from *loop* from now on."""
         self._loop = loop
         self._arm()
 
@@ -63,18 +63,18 @@ class Clock:
         self._loop = None
 
     def after(self, seconds: float, act: Callable[[], None]) -> Timer:
-        """Do *act* once *seconds* of the cluster have passed."""
+        """Call *act* after *seconds* of the cluster."""
         return self.at(self.now() + seconds, act)
 
     def at(self, due: float, act: Callable[[], None]) -> Timer:
-        """Do *act* at *due*, or at once if that is over."""
+        """Call *act* at *due*, or at once if that time has passed."""
         timer = Timer(due, act)
         heapq.heappush(self._queue, (due, next(self._ticket), timer))
         self._arm()
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Let *seconds* pass now, doing in order all that falls due in them."""
+        """Advance by *seconds* now, and call everything due in them in order."""
         target = self.now() + seconds
         self.settle()
         while self._queue and self._queue[0][0] <= target:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 START_S = 10.0
 WORK_S = 60.0
-"""Patience with threads that begin and end, and with work in them, chosen."""
+"""How long to wait for threads to start and end, and for work in them, chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Pace:
     """Delays, in seconds of the cluster, that a real one has; all zero is as fast as can be.
 
     Attributes:
-        job_sync_s: The Job controller looks so long after a change of a pod.
-        job_end_s: ``Complete`` and ``Failed`` follow the end of the last pod so much later.
-        refusal_s: ``FailedCreate`` follows the refusal of a pod so much later.
-        namespace_s: A namespace that is deleted stays ``Terminating`` at least so long.
+        job_sync_s: Time from a change of a pod to the Job controller's sync.
+        job_end_s: Time from the end of the last pod to ``Complete`` or ``Failed``.
+        refusal_s: Time from the refusal of a pod to ``FailedCreate``.
+        namespace_s: Minimum time for which a deleted namespace stays ``Terminating``.
     """
 
     sandbox_s: float = 0.0
@@ -76,15 +76,15 @@ LATE_PACE = Pace(
     sandbox_s=0.2, start_s=0.1, end_s=1.1, remove_s=0.8, job_sync_s=1.0, resize_s=0.03, job_end_s=4.0,
     refusal_s=8.0, namespace_s=20.0,
 )  # fmt: skip
-"""As seen on a busy cluster of three nodes: what follows comes seconds later."""
+"""As seen on a busy cluster of three nodes: effects come seconds later."""
 
 
 class Cluster:
-    """A Kubernetes that is not one, on a loopback port. Use it as a context manager.
+    """A fake Kubernetes on a loopback port. Use it as a context manager.
 
     Args:
-        nodes: How many nodes to begin with (``node-0``, ...; 8 CPUs, 32 GiB each); add others by `add_node`.
-        speed: Seconds of the cluster for each real one; 0 lets only `advance` move its time.
+        nodes: How many nodes to start with (``node-0``, ...; 8 CPUs, 32 GiB each); add others by `add_node`.
+        speed: Seconds of the cluster for each real one; at 0 only `advance` moves its time.
         pace: Delays of kubelet and Job controller.
         namespaces: Made at the start, beside ``default``.
         executor: What runs containers for real (`fakes.kubernetes.processes.Processes`); None plays scripts.
@@ -97,7 +97,7 @@ class Cluster:
         namespaces: tuple[str, ...] = (), executor: Any = None, minor: int = 36, port: int = 0,
         tls: bool = False,
     ) -> None:  # fmt: skip
-        """Build all parts; `start` brings them to life."""
+        """Build all parts; `start` starts them."""
         self.clock = Clock(speed)
         self.store = Store(self.clock)
         self.queue = Queue()
@@ -124,7 +124,7 @@ class Cluster:
         self.volume_labels: dict[str, dict[str, str]] = {}
         """Labels of the nodes that reach a claim's volume, by the claim's name; others are in conflict."""
         self.trouble: list[BaseException] = []
-        """What went wrong inside the fake: raised at the end, so that no test passes on a broken one."""
+        """Errors inside the fake: raised at the end, so that no test passes on a broken fake."""
         self.node_controller = NodeController(self)
         self._wire()
         self._port = port
@@ -167,7 +167,7 @@ class Cluster:
         return self.start()
 
     def __exit__(self, *error: object) -> None:
-        """Stop; raises what went wrong inside unless something else is being raised."""
+        """Stop; raises errors of the fake itself unless another exception is being raised."""
         self.stop()
         if self.trouble and error[0] is None:
             raise self.trouble[0]
@@ -235,7 +235,7 @@ class Cluster:
             self._certificate.close()
 
     def do(self, act: Callable[[], T]) -> T:
-        """Run *act* in the cluster's thread, and all that follows from it at once; returns its result."""
+        """Call *act* in the cluster's thread with all its immediate effects; returns its result."""
         if self._loop is None or threading.current_thread() is self._thread:
             result = act()
             self.queue.drain()
@@ -254,7 +254,7 @@ class Cluster:
         self._loop.call_soon_threadsafe(run)
         return future.result(WORK_S)
 
-    # What a test reads
+    # For tests: read
 
     @property
     def url(self) -> str:
@@ -297,10 +297,10 @@ class Cluster:
             else self.do(lambda: self.logs.text(found["metadata"]["uid"], container)).decode()
         )
 
-    # What a test does
+    # For tests: change
 
     def advance(self, seconds: float) -> None:
-        """Let time pass at once, doing in order all that falls due."""
+        """Let time pass at once, and do everything due in order."""
         self.do(lambda: self.clock.advance(seconds))
 
     def create(self, resource: Resource, body: Object, namespace: str = "default") -> Object:
@@ -336,16 +336,16 @@ class Cluster:
         self.store.edit(NODES, made, lambda item: item.update(status=status))
 
     def node(self, name: str) -> NodeHandle:
-        """A node that a test can make trouble with."""
+        """A node for a test to disturb."""
         return NodeHandle(self, name)
 
     def pod(self, name: str, namespace: str = "default") -> PodHandle:
-        """A pod, by its name or the beginning of it (``train-0-``), that a test can make trouble with."""
+        """A pod, by its name or the beginning of it (``train-0-``), for a test to disturb."""
         return PodHandle(self, name, namespace)
 
     def script(self, program: Program | Callable[[Object, Object], Program | None], *, pod: str = "*",
                container: str = "*", times: int | None = None) -> None:  # fmt: skip
-        """Say what containers do: the last rule that fits by names (shell wildcards) counts."""
+        """Script the containers; the last rule whose names match (shell wildcards) counts."""
         self.do(lambda: self.scripts.add(program, pod, container, times))
 
     def next_error(self, verb: str = "*", resource: str = "*", status: int = 500, **more: Any) -> Fault:
@@ -365,9 +365,9 @@ class Cluster:
         self.do(switch)
 
     def restart_server(self, *, unready_s: float, partly: bool = False) -> None:
-        """Let the API server start anew; for *unready_s* it has not read roles and bindings.
+        """Restart the API server; for *unready_s* it has not read roles and bindings.
 
-        It refuses (403) every caller but ``system:masters`` until then, even where each may ask, such as at
+        It refuses (403) every caller but ``system:masters`` until then, also at open paths such as
         ``/readyz``. With *partly* it has read those of the cluster but not those of namespaces: ``/readyz``
         answers 500.
         """
@@ -383,7 +383,7 @@ class Cluster:
         self.do(lambda: setattr(self.api, "denied", why))
 
     def cut_watches(self) -> None:
-        """Break all open watches in the middle."""
+        """Break all open watches midway."""
         self.do(lambda: [watch.queue.put_nowait("cut") for watch in self.watches])
 
     def end_watches(self) -> None:
@@ -395,21 +395,21 @@ class Cluster:
         self.do(self.store.compact)
 
     def user(self, name: str, rules: list[Object], *, lifetime_s: float | None = None) -> str:
-        """A token for a user who may do what *rules* (PolicyRules) say, in all namespaces."""
+        """A token for a user with the rights of *rules* (PolicyRules) in all namespaces."""
         return self.do(lambda: self.access.issue(User(name, rules=tuple(rules)), lifetime_s))
 
     def serve(self, resource: Resource) -> None:
         """Serve another kind of object (a custom resource)."""
         self.do(lambda: setattr(self, "resources", (*self.resources, resource)))
 
-    # What the parts use
+    # For the other parts
 
     def node_object(self, name: str) -> Object | None:
         """The Node object."""
         return self.store.get(NODES, "", name)
 
     def bind(self, pod: Object, node: str) -> None:
-        """Put a pod on a node."""
+        """Bind a pod to a node."""
         now = self.clock.now()
 
         def place(item: Object) -> None:
@@ -424,13 +424,13 @@ class Cluster:
             self.record(bound, "Scheduled", text, component="default-scheduler")
 
     def next_address(self) -> str:
-        """A pod's address: real loopback ones where containers really run."""
+        """A pod's address: a real loopback address where containers really run."""
         self._addresses += 1
         high, low = divmod(self._addresses, 250)
         return f"127.77.{high}.{low + 1}" if self.executor is not None else f"10.244.{high}.{low + 1}"
 
     def execution(self, run: PodRun, one: Container, env: dict[str, str]) -> Execution | str:
-        """What plays or runs a container; a text says why it cannot start."""
+        """The script or process of a container; a text is the reason why it cannot start."""
         if self.executor is not None and not self.scripts.has(run.pod, one.spec):
             return self.executor.make(run, one, env)
         return self.scripts.execution(run.pod, one.spec, one.role, env)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from fakes.kubernetes.cluster import Cluster
 
 ABSENT_S = 0.1
-"""Until an object whose owner does not exist is collected; recorded 80 ms."""
+"""Time until an object whose owner does not exist is collected; recorded 80 ms."""
 
 
 class Collector:
-    """Knows who owns whom."""
+    """Tracks the owner references."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Work on *cluster*."""
@@ -26,10 +26,10 @@ class Collector:
         self._owned: dict[str, dict[str, None]] = {}
         self._dying: set[str] = set()
         self._closing: dict[str, float] = {}
-        """When a namespace may go at the earliest, by its uid."""
+        """The earliest time of a namespace's deletion, by its uid."""
 
     def hear(self, change: Change) -> None:
-        """Keep the graph; react to owners that go."""
+        """Keep the graph up to date; react to deleted owners."""
         item = change.item
         uid = item["metadata"]["uid"]
         if change.kind == "DELETED":
@@ -71,12 +71,12 @@ class Collector:
         return [one for one in found if one is not None]
 
     def owner_gone(self, uid: str) -> None:
-        """Look at everything that *uid* owned."""
+        """Check everything that *uid* owned."""
         for _resource, item in self._of(uid):
             self.orphan(item["metadata"]["uid"])
 
     def orphan(self, uid: str) -> None:
-        """Delete an object none of whose owners exists."""
+        """Delete an object without an existing owner."""
         found = self._store.find(uid)
         if found is None:
             return
@@ -90,7 +90,7 @@ class Collector:
         return reference["uid"] in self._store.by_uid
 
     def finalize(self, uid: str) -> None:
-        """Work off the collector's own finalizers."""
+        """Handle the collector's own finalizers."""
         found = self._store.find(uid)
         if found is None:
             return
@@ -114,7 +114,7 @@ class Collector:
         return self._cluster.pace.namespace_s
 
     def empty(self, name: str) -> None:
-        """Delete all in a namespace; when nothing is left, the namespace too."""
+        """Delete everything in a namespace, and at last the namespace."""
         home = self._store.get(NAMESPACES, "", name)
         if home is None or not is_going(home):
             self._dying.discard(name)

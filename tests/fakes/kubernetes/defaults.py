@@ -1,4 +1,4 @@
-"""What the API server and its admission plugins fill in."""
+"""The values that the API server and its admission plugins fill in."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 
 def suffix(length: int = 5) -> str:
-    """A random end of a name."""
+    """A random suffix of a name."""
     return "".join(random.choices(_ALPHABET, k=length))
 
 
 def named(meta: Object) -> None:
-    """Make a name of generateName, cut to 58 characters and five random ones."""
+    """Derive a name from generateName: 58 characters at most and five random ones."""
     if not meta.get("name") and meta.get("generateName"):
         meta["name"] = meta["generateName"][:58] + suffix()
 
@@ -69,7 +69,7 @@ def _default_volume(volume: Object) -> None:
 
 
 def default_pod(pod: Object, now: float) -> None:
-    """All defaults of a pod that is being created; priority is admission's."""
+    """All defaults of a pod at its creation; admission sets the priority."""
     spec = pod["spec"]
     default_pod_spec(spec)
     spec.setdefault("serviceAccountName", "default")
@@ -94,7 +94,7 @@ def default_pod(pod: Object, now: float) -> None:
 
 
 def _tolerate(spec: Object) -> None:
-    """Add the 300 s for nodes that are not ready or unreachable, unless the pod says its own."""
+    """Add the 300 s for nodes that are not ready or unreachable, unless the pod sets its own."""
     tolerations = spec.setdefault("tolerations", [])
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
         for one in tolerations:
@@ -126,7 +126,7 @@ def _mount_token(spec: Object) -> None:
 
 
 def qos_class(spec: Object) -> str:
-    """Quality of service by cpu and memory of all containers."""
+    """Quality of service from cpu and memory of all containers."""
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
     some, all_equal = False, True
     for container in containers:
@@ -142,7 +142,7 @@ def qos_class(spec: Object) -> str:
 
 
 def default_job(job: Object) -> None:
-    """All defaults of a Job that is being created; its uid must be there."""
+    """All defaults of a Job at its creation; it must have a uid."""
     spec = job["spec"]
     meta = job["metadata"]
     if spec.get("completions") is None and spec.get("parallelism") is None:
@@ -169,12 +169,12 @@ def default_job(job: Object) -> None:
     template_meta = template.setdefault("metadata", {})
     template_meta["labels"] = {**(template_meta.get("labels") or {}), **labels}
     default_pod_spec(template.setdefault("spec", {}), restart_policy=None)
-    meta["labels"] = meta.get("labels") or dict(template_meta["labels"])  # its own keep the template's away
+    meta["labels"] = meta.get("labels") or dict(template_meta["labels"])  # its own replace the template's
     job["status"] = {}
 
 
 def default_any(item: Object, now: float) -> None:
-    """Small defaults of the other kinds."""
+    """Defaults of the other kinds."""
     kind = item["kind"]
     if kind == "Namespace":
         labels = item["metadata"].setdefault("labels", {})

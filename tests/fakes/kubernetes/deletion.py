@@ -1,4 +1,4 @@
-"""What DELETE does: preconditions, grace periods, propagation policies."""
+"""DELETE: preconditions, grace periods, propagation policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARNING = (
 
 
 def check_options(resource: Resource, item: Object, options: Object) -> None:
-    """Refuse an unknown policy (422) and a precondition that does not hold (409)."""
+    """Refuse an unknown policy (422) and a failed precondition (409)."""
     policy = options.get("propagationPolicy")
     if policy is not None and policy not in POLICIES:
         shown = f'"{policy}": supported values: "Foreground", "Background", "Orphan", "nil"'
@@ -38,7 +38,7 @@ def check_options(resource: Resource, item: Object, options: Object) -> None:
 
 
 def delete(store: Store, resource: Resource, item: Object, options: Object) -> Object:
-    """Delete *item* or begin to; returns what the answer carries: the object, or a Status."""
+    """Delete *item* or start to; returns the body of the answer: the object, or a Status."""
     if resource is PODS:
         return _delete_pod(store, item, options.get("gracePeriodSeconds"))
     policy = options.get("propagationPolicy") or ("Orphan" if resource is JOBS else "Background")
@@ -62,7 +62,7 @@ def delete(store: Store, resource: Resource, item: Object, options: Object) -> O
 
 
 def _delete_pod(store: Store, pod: Object, grace_s: int | None) -> Object:
-    """Mark a pod with its grace period; one that never ran, or is over, goes at once."""
+    """Mark a pod with its grace period; one that never ran, or has ended, is removed at once."""
     if grace_s is None:
         grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
     if not pod["spec"].get("nodeName") or is_over(pod):
@@ -78,7 +78,7 @@ def _delete_pod(store: Store, pod: Object, grace_s: int | None) -> Object:
 
 
 def success(resource: Resource, item: Object) -> dict[str, Any]:
-    """The Status that a finished delete answers."""
+    """The Status that answers a finished delete."""
     meta = item["metadata"]
     details = {"name": meta["name"], "group": resource.group, "kind": resource.plural, "uid": meta["uid"]}
     return {

@@ -47,7 +47,7 @@ def answer(path: str, resources: tuple[Resource, ...], minor: int = 36) -> dict[
 
 
 def _openapi(path: str, resources: tuple[Resource, ...]) -> dict[str, Any]:
-    """As much of OpenAPI as kubectl looks at: which resources validate fields on the server."""
+    """The part of OpenAPI that kubectl reads: the resources that validate fields on the server."""
     roots = {f"apis/{one.api_version}" if one.group else "api/v1": one.api_version for one in resources}
     if not path:
         return {"paths": {root: {"serverRelativeURL": f"/openapi/v3/{root}"} for root in roots}}

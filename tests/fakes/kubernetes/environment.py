@@ -1,4 +1,4 @@
-"""Environment of a container as the kubelet builds it, and what is missing for it."""
+"""Environment of a container as the kubelet builds it, and which of its sources are missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakes.kubernetes.store import Store
 
 
 class MissingError(Exception):
-    """A Secret, ConfigMap or key that a container needs is not there."""
+    """A Secret, ConfigMap or key that a container needs does not exist."""
 
 
 def environment(store: Store, pod: Object, container: Object) -> dict[str, str]:

@@ -8,10 +8,10 @@ from fakes.kubernetes.resources import Resource
 
 
 class ApiError(Exception):
-    """An answer that is no success; `body` is a Status, or plain text."""
+    """A failure as an answer; `body` is a Status, or plain text."""
 
     def __init__(self, code: int, body: dict[str, Any] | str, headers: dict[str, str] | None = None) -> None:
-        """Keep the answer as it will be sent."""
+        """Keep the answer to send."""
         super().__init__(body if isinstance(body, str) else body["message"])
         self.code = code
         self.body = body
@@ -42,19 +42,19 @@ def _named(resource: Resource, name: str) -> dict[str, Any]:
 
 
 def bad_request(message: str) -> ApiError:
-    """400: the request itself makes no sense."""
+    """400: the request is invalid."""
     return ApiError(400, status(400, "BadRequest", message))
 
 
 def unauthorized() -> ApiError:
-    """401: the token is not known, or no longer."""
+    """401: the token is unknown or expired."""
     return ApiError(401, status(401, "Unauthorized", "Unauthorized"))
 
 
 def forbidden(
     resource: Resource, name: str, why: str, causes: list[dict[str, Any]] | None = None
 ) -> ApiError:
-    """403 with *why*, of admission or of authorization."""
+    """403 of admission or authorization, with *why*."""
     subject = f'{resource.full} "{name}"' if name else resource.full
     details = _named(resource, name) | ({"causes": causes} if causes else {})
     return ApiError(403, status(403, "Forbidden", f"{subject} is forbidden: {why}", details))
@@ -135,7 +135,7 @@ def cause(field: str, reason: str, message: str, value: str | None = None) -> di
 
 
 def invalid(full_kind: str, name: str, causes: list[dict[str, Any]]) -> ApiError:
-    """422 with its causes; a single one stands without brackets."""
+    """422 with its causes; a single one has no brackets."""
     each = list(dict.fromkeys(f"{one['field']}: {one['message']}" for one in causes))
     text = each[0] if len(each) == 1 else "[" + ", ".join(each) + "]"
     kind, _, group = full_kind.partition(".")
@@ -170,7 +170,7 @@ def too_many(retry_after: int = 2) -> ApiError:
 
 
 def unavailable(code: int = 500) -> ApiError:
-    """5xx as a broken etcd gives it."""
+    """5xx as from a broken etcd."""
     return ApiError(
         code, status(code, "InternalError", "Internal error occurred: etcdserver: request timed out", {})
     )

@@ -1,4 +1,4 @@
-"""``pods/NAME/exec`` over a WebSocket: a command in a container that really runs, and what it prints."""
+"""``pods/NAME/exec`` over a WebSocket: a command in a container that really runs, and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trouble that a test orders: wrong answers, lost answers, delays, outages."""
+"""Faults that a test orders: wrong answers, lost answers, delays, outages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ When = Literal["before", "after"]
 
 @dataclass(slots=True)
 class Fault:
-    """One kind of trouble for the next `times` requests that it fits.
+    """One kind of fault for the next `times` matching requests.
 
     Attributes:
         verb: RBAC verb, or ``*``.
         resource: ``pods``, ``jobs``, ``pods/log``, or ``*``.
-        when: ``before``: nothing happened; ``after``: it happened, only the answer is lost or wrong.
+        when: ``before``: nothing is done; ``after``: it is done, and only the answer is lost or wrong.
         drop: Close the connection instead of answering.
     """
 
@@ -34,7 +34,7 @@ class Fault:
     matches: Callable[[str], bool] = lambda _name: True
 
     def answer(self) -> ApiError:
-        """The refusal in the real wording."""
+        """The refusal in the real words."""
         if self.status == 429:
             return errors.too_many(self.retry_after)
         if self.status == 410:
@@ -48,18 +48,18 @@ class Fault:
 
 
 class DroppedError(Exception):
-    """The connection is to be closed without an answer."""
+    """The connection is closed without an answer."""
 
 
 @dataclass(slots=True)
 class Faults:
-    """What is still to go wrong."""
+    """Faults that remain."""
 
     pending: list[Fault] = field(default_factory=list)
     down: bool = False
 
     def take(self, verb: str, resource: str, name: str, when: When) -> Fault | None:
-        """The next fault for this request, used up by one."""
+        """The next fault for this request; uses it up by one."""
         for fault in self.pending:
             fits = fault.verb in {"*", verb} and fault.resource in {"*", resource} and fault.when == when
             if fits and fault.matches(name):
@@ -70,6 +70,6 @@ class Faults:
         return None
 
     def clear(self) -> None:
-        """Let nothing more go wrong."""
+        """Remove all faults."""
         self.pending.clear()
         self.down = False

@@ -11,12 +11,12 @@ Amounts = dict[str, Decimal]
 
 
 def tolerates(pod: Object, taint: Object) -> bool:
-    """Say whether some toleration of *pod* covers *taint*."""
+    """Return whether a toleration of *pod* covers *taint*."""
     return any(covers(one, taint) for one in pod["spec"].get("tolerations") or ())
 
 
 def covers(toleration: Object, taint: Object) -> bool:
-    """Judge one toleration."""
+    """Return whether one toleration covers a taint."""
     if toleration.get("effect") not in {None, "", taint["effect"]}:
         return False
     if toleration.get("key") not in {None, "", taint["key"]}:
@@ -27,7 +27,7 @@ def covers(toleration: Object, taint: Object) -> bool:
 
 
 def affinity_holds(pod: Object, node: Object) -> bool:
-    """Judge nodeSelector and required node affinity."""
+    """Return whether the node matches nodeSelector and required node affinity."""
     labels = node["metadata"].get("labels") or {}
     wanted = pod["spec"].get("nodeSelector") or {}
     if any(labels.get(key) != value for key, value in wanted.items()):
@@ -47,7 +47,7 @@ def affinity_holds(pod: Object, node: Object) -> bool:
 
 
 def preference(pod: Object, node: Object) -> int:
-    """Weight of the preferred node affinity terms that hold."""
+    """Weight of the preferred node affinity terms that match."""
     labels = node["metadata"].get("labels") or {}
     rules = ((pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}).get(
         "preferredDuringSchedulingIgnoredDuringExecution"
@@ -60,7 +60,7 @@ def preference(pod: Object, node: Object) -> int:
 
 
 def static_refusal(pod: Object, node: Object) -> str:
-    """Why a node can never take the pod as both are now (preemption does not help); empty if it can."""
+    """Why the node cannot take the pod without changes (preemption does not help); empty if it can."""
     if node["spec"].get("unschedulable") and not tolerates(
         pod, {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
     ):
@@ -76,7 +76,7 @@ def static_refusal(pod: Object, node: Object) -> str:
 
 
 def lacking(pod: Object, node: Object, used: Amounts, count: int) -> list[str]:
-    """Resources of which *node*, with *used* and *count* pods on it, has too little; their names."""
+    """Names of the resources that are short on *node*, with *used* and *count* pods on it."""
     allocatable = node["status"].get("allocatable") or {}
     short = [
         name
@@ -89,7 +89,7 @@ def lacking(pod: Object, node: Object, used: Amounts, count: int) -> list[str]:
 
 
 def never_enough(pod: Object, node: Object) -> bool:
-    """Say whether even the empty node has too little."""
+    """Return whether even the empty node is too small."""
     return bool(lacking(pod, node, {}, 0))
 
 
@@ -106,7 +106,7 @@ def _selected(term: Object, pod: Object, other: Object) -> bool:
 
 
 def neighbours_refuse(pod: Object, node: Object, nodes: dict[str, Object], others: list[Object]) -> str:
-    """Judge required pod affinity and anti-affinity, of the pod and of those already placed."""
+    """Check required pod affinity and anti-affinity, of the pod and of those already placed."""
     labels = node["metadata"].get("labels") or {}
 
     def near(other: Object, key: str) -> bool:
@@ -133,7 +133,7 @@ def neighbours_refuse(pod: Object, node: Object, nodes: dict[str, Object], other
 
 
 def spread_refuses(pod: Object, node: Object, nodes: dict[str, Object], others: list[Object]) -> str:
-    """Judge topologySpreadConstraints with DoNotSchedule."""
+    """Check topologySpreadConstraints with DoNotSchedule."""
     for rule in pod["spec"].get("topologySpreadConstraints") or ():
         if rule.get("whenUnsatisfiable", "DoNotSchedule") != "DoNotSchedule":
             continue

@@ -1,4 +1,4 @@
-"""Nodes and pods as a test takes hold of them."""
+"""Nodes and pods as tests control them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NodeHandle:
     name: str
 
     def silence(self) -> None:
-        """The kubelet says nothing any more (network cut); containers go on."""
+        """The kubelet is silent from now on (network cut); containers keep running."""
 
         def act() -> None:
             self.cluster.kubelets[self.name].silence()
@@ -35,7 +35,7 @@ class NodeHandle:
         self.cluster.do(act)
 
     def crash(self) -> None:
-        """The machine is off; its Node object stays until somebody deletes it."""
+        """The machine is off; its Node object stays until a user deletes it."""
 
         def act() -> None:
             self.cluster.kubelets[self.name].crash()
@@ -44,7 +44,7 @@ class NodeHandle:
         self.cluster.do(act)
 
     def vanish(self, *, delete_after_s: float = 0.0) -> None:
-        """A spot machine is taken: off at once, and its Node object deleted by the cloud's controller."""
+        """A spot machine is lost: it is off at once, and the cloud's controller deletes its Node object."""
         self.crash()
         self.cluster.do(lambda: self.cluster.clock.after(delete_after_s, self._delete))
         if not delete_after_s:
@@ -56,11 +56,11 @@ class NodeHandle:
             delete(self.cluster.store, NODES, node, {})
 
     def delete(self) -> None:
-        """Delete the Node object; what runs there goes on until pod garbage collection."""
+        """Delete the Node object; its containers run until pod garbage collection."""
         self.cluster.do(self._delete)
 
     def revive(self) -> None:
-        """The kubelet speaks again."""
+        """The kubelet reports again."""
 
         def act() -> None:
             self.cluster.node_controller.back(self.name)
@@ -69,7 +69,7 @@ class NodeHandle:
         self.cluster.do(act)
 
     def restart_kubelet(self) -> None:
-        """The kubelet starts anew and admits its running pods again; see `reject_next`, `allocate`."""
+        """The kubelet restarts and admits its running pods again; see `reject_next`, `allocate`."""
         self.cluster.do(self.cluster.kubelets[self.name].restart)
 
     def shut_down(self, grace_s: float = 30.0) -> None:
@@ -87,15 +87,15 @@ class NodeHandle:
         self.cluster.do(act)
 
     def taint(self, key: str, effect: str = "NoSchedule", value: str = "") -> None:
-        """Put a taint on it."""
+        """Add a taint."""
         self.cluster.do(lambda: self.cluster.node_controller.taint(self.name, key, effect, value))
 
     def untaint(self, key: str) -> None:
-        """Take a taint off it."""
+        """Remove a taint."""
         self.cluster.do(lambda: self.cluster.node_controller.untaint(self.name, key))
 
     def cordon(self, *, on: bool = True) -> None:
-        """Close it to new pods, or open it again."""
+        """Cordon it, or uncordon it."""
         self.edit(
             lambda node: (
                 node["spec"].update(unschedulable=True) if on else node["spec"].pop("unschedulable", None)
@@ -103,11 +103,11 @@ class NodeHandle:
         )
 
     def allocate(self, **amounts: str) -> None:
-        """Change what it offers, capacity stays: ``allocate(**{"nvidia.com/gpu": "0"})``."""
+        """Change its allocatable resources, not its capacity: ``allocate(**{"nvidia.com/gpu": "0"})``."""
         self.edit(lambda node: node["status"]["allocatable"].update(amounts))
 
     def edit(self, change: object) -> None:
-        """Change its object in any way."""
+        """Apply any change to its object."""
 
         def act() -> None:
             node = self.cluster.store.get(NODES, "", self.name)
@@ -127,7 +127,7 @@ class NodeHandle:
 
 @dataclass(frozen=True, slots=True)
 class PodHandle:
-    """The newest pod that is not over, by its name or the beginning of it."""
+    """The newest pod that has not ended, by its name or the beginning of it."""
 
     cluster: Cluster
     name: str
@@ -151,7 +151,7 @@ class PodHandle:
         return self.cluster.do(lambda: clone(self._find()))
 
     def exit(self, code: int, container: str = "") -> None:
-        """Let a container end by itself with *code* (scripted ones)."""
+        """End a container with *code* (scripted ones only)."""
         self._end(container, code, oom=False)
 
     def oom(self, container: str = "") -> None:
@@ -175,9 +175,9 @@ class PodHandle:
         self.cluster.do(act)
 
     def hold(self, *, on: bool = True) -> None:
-        """Let it not go: a process in an uninterruptible wait, a volume that cannot be unmounted.
+        """Block its end: a process in uninterruptible sleep, a volume that cannot be unmounted.
 
-        The kubelet goes on trying; the pod stays ``Terminating``, and its containers as they are.
+        The kubelet keeps trying; the pod stays ``Terminating``, and its containers do not change.
         """
 
         def act() -> None:
@@ -189,11 +189,11 @@ class PodHandle:
         self.cluster.do(act)
 
     def lose_log(self, container: str = "main") -> None:
-        """The kubelet no longer finds the container's log, and answers with its own error as the text."""
+        """The kubelet no longer finds the container's log, and returns its own error as the text."""
         self.cluster.do(lambda: self.cluster.logs.lost.add((self._find()["metadata"]["uid"], container)))
 
     def print(self, text: str, container: str = "main") -> None:
-        """Let a container say something."""
+        """Let a container print a line."""
 
         def act() -> None:
             uid = self._find()["metadata"]["uid"]
@@ -202,21 +202,21 @@ class PodHandle:
         self.cluster.do(act)
 
     def evict(self, grace_s: int | None = None) -> None:
-        """As the eviction API does, budgets or not."""
+        """As the eviction API does, with or without disruption budgets."""
         self.cluster.do(lambda: subresources.evict(self.cluster, self._find(), grace_s))
 
     def evict_by_kubelet(self, message: str = "The node was low on resource: ephemeral-storage.") -> None:
-        """Local storage ran out: reason Evicted, and no DisruptionTarget."""
+        """Local storage is full: reason Evicted, and no DisruptionTarget."""
         self.cluster.do(lambda: self._run().fail("Evicted", message, 0))
 
     def preempt(self) -> None:
-        """As the scheduler does to a victim."""
+        """As the scheduler does with a preempted pod."""
         why = "default-scheduler: preempting to accommodate a higher priority pod"
         self.cluster.do(
             lambda: subresources.disrupt(self.cluster, self._find(), "PreemptionByScheduler", why)
         )
 
     def delete(self, grace_s: int | None = None) -> None:
-        """As somebody's kubectl does."""
+        """As a user with kubectl does."""
         options = {} if grace_s is None else {"gracePeriodSeconds": grace_s}
         self.cluster.do(lambda: delete(self.cluster.store, PODS, self._find(), options))

@@ -1,4 +1,4 @@
-"""Container images: which there are, how long a pull takes, what a node already has."""
+"""Container images: which ones exist, how long a pull takes, what a node already has."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import fnmatch
 
 
 class Images:
-    """By default every well-formed image is there, and is on every node already."""
+    """By default every well-formed image exists, and every node has it already."""
 
     def __init__(self) -> None:
-        """No trouble."""
+        """Start without faults."""
         self._missing: dict[str, str] = {}
         self._slow: dict[str, float] = {}
         self._have: set[tuple[str, str]] = set()
@@ -19,7 +19,7 @@ class Images:
         self._missing[pattern] = cause
 
     def found(self, pattern: str) -> None:
-        """Undo `missing`."""
+        """Revert `missing`."""
         self._missing.pop(pattern, None)
 
     def slow(self, pattern: str, seconds: float) -> None:
@@ -40,5 +40,5 @@ class Images:
         return max((wait for one, wait in self._slow.items() if fnmatch.fnmatchcase(image, one)), default=0.0)
 
     def keep(self, image: str, node: str) -> None:
-        """The image is on *node* from now on."""
+        """Mark the image as present on *node*."""
         self._have.add((image, node))

@@ -1,8 +1,8 @@
-"""Starts a container's command in a file system of its own: run as a program, standard library only.
+"""Starts a container's command in a file system of its own, as a program of the standard library alone.
 
 The root is a tmpfs into which the host's top-level folders are bound, so that programs of the host work,
 and into which the pod's volumes are mounted where its containers want them. The command is PID 1 of a PID
-namespace: when this program dies, all that the container started dies with it.
+namespace: when this program dies, the container's processes die with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_COMMAND = 127
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """Call the system; raises OSError."""
+    """Make a system call; raises OSError."""
     done = LIBC.mount(source.encode(), target.encode(), kind.encode() or None, flags, data.encode() or None)
     if done != 0:
         code = ctypes.get_errno()
@@ -43,7 +43,7 @@ def die_with_parent() -> None:
 
 
 def become_root() -> None:
-    """Without root: a user namespace in which we are root."""
+    """Without root rights: enter a user namespace in which this process is root."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(NEW_USER)
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
@@ -77,7 +77,7 @@ class Root:
             mount(source, target, "", BIND)
 
     def place(self, path: str, *, is_file: bool) -> str:
-        """Make *path* exist in the container, the host untouched; returns it as seen from outside."""
+        """Create *path* in the container without a change of the host; returns its path from outside."""
         here, left = self.path, [part for part in path.split("/") if part]
         while left:
             part = left.pop(0)
@@ -141,7 +141,7 @@ def enter(order: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run the order in the file that the first argument names; returns the container's exit code."""
+    """Carry out the order in the file of the first argument; returns the container's exit code."""
     die_with_parent()
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     Path(sys.argv[1]).unlink()

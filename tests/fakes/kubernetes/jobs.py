@@ -1,4 +1,4 @@
-"""The Job controller: makes pods, counts their ends, and says how a Job went."""
+"""The Job controller: creates pods, counts their ends, and records how a Job ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MaxJobPodFailureBackOff."""
 
 @dataclass(slots=True)
 class _Memory:
-    """What the controller remembers of one Job between syncs."""
+    """What the Job controller remembers of one Job between syncs."""
 
     seen: set[str] = field(default_factory=set)
     ignored: dict[int, int] = field(default_factory=dict)
@@ -56,17 +56,17 @@ class _Memory:
 
 
 class JobController:
-    """One queue of Jobs; each is looked at again whenever it or a pod of it changes."""
+    """One queue of Jobs; each is synced whenever it or a pod of it changes."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Work on *cluster*."""
+        """Use *cluster*."""
         self._cluster = cluster
         self._store = cluster.store
         self._memory: dict[str, _Memory] = {}
         self._pods: dict[str, dict[str, None]] = {}
 
     def hear(self, change: Change) -> None:
-        """Queue the Job that *change* is about."""
+        """Queue the Job of *change*."""
         if change.resource is JOBS:
             if change.kind == "DELETED":
                 self._cluster.queue.add("job-gone", change.item["metadata"]["uid"])
@@ -93,7 +93,7 @@ class JobController:
             self._cluster.queue.add("job", uid)
 
     def forget(self, uid: str) -> None:
-        """Free the pods of a Job that is gone from the finalizer."""
+        """Remove the finalizer from the pods of a deleted Job."""
         self._memory.pop(uid, None)
         for pod in self._owned(uid):
             self._release(pod)
@@ -104,7 +104,7 @@ class JobController:
         return [pod for pod in pods if (controller_of(pod) or {}).get("uid") == uid]
 
     def sync(self, uid: str) -> None:
-        """Bring one Job's pods and status to where they should be."""
+        """Reconcile one Job's pods and status."""
         found = self._store.find(uid)
         if found is None:
             self.forget(uid)
@@ -171,7 +171,7 @@ class JobController:
         return fresh
 
     def _note_ends(self, memory: _Memory, job: Object, count: Tally, pods: list[Object]) -> None:
-        """Count failures in a row, ignored ones too: they delay the next pod."""
+        """Count consecutive failures, ignored ones too: they delay the next pod."""
         fresh = [pod for pod in [*count.failed, *count.ignored] if pod["metadata"]["uid"] not in memory.seen]
         for pod in sorted(fresh, key=lambda one: finished_at(one, self._cluster.clock.now())):
             memory.seen.add(pod["metadata"]["uid"])
@@ -188,7 +188,7 @@ class JobController:
                     memory.streak = 0
 
     def _manage(self, job: Object, memory: _Memory, count: Tally) -> None:
-        """Delete pods that are too many, make those that are missing."""
+        """Delete surplus pods, create missing ones."""
         for pod in count.excess:
             self._delete(job, pod)
         missing = count.missing
@@ -210,7 +210,7 @@ class JobController:
                 return
 
     def _make(self, job: Object, memory: _Memory, count: Tally, index: int | None) -> bool:
-        """Create one pod; a refusal is an event, and another try later."""
+        """Create one pod; a refusal is an event, and a later retry."""
         body = pod_of(job, index, count.index_failures, memory.ignored)
         try:
             pod = self._cluster.api.create(PODS, job["metadata"]["namespace"], body)
@@ -229,7 +229,7 @@ class JobController:
         return True
 
     def _refused(self, job: Object, text: str) -> None:
-        """Record why a pod could not be made, as late as the pace says."""
+        """Record why a pod could not be created, after the delay of the pace."""
 
         def tell() -> None:
             self._cluster.record(job, "FailedCreate", text, warning=True, component="job-controller")
@@ -248,7 +248,7 @@ class JobController:
         self._cluster.record(job, "SuccessfulDelete", message, component="job-controller")
 
     def _release(self, pod: Object) -> None:
-        """Take our finalizer off a pod."""
+        """Remove our finalizer from a pod."""
         if TRACKING not in (pod["metadata"].get("finalizers") or ()):
             return
 
@@ -261,7 +261,7 @@ class JobController:
         self._store.edit(PODS, pod, free)
 
     def _report(self, job: Object, count: Tally, outcome: Verdict | None) -> None:
-        """Write the status: first what is uncounted, then, without finalizers, the counts and the end."""
+        """Write the status: first uncounted pods, then, without finalizers, the counts and the end."""
         now = self._cluster.clock.now()
         base = job["status"]
         first = clone(base)
@@ -294,7 +294,7 @@ class JobController:
             self._announce(job, outcome)
 
     def _may_end(self, job: Object) -> bool:
-        """Say whether the pace lets the Job end now; arms another look when it does not."""
+        """Return whether the pace lets the Job end now; otherwise arms another sync."""
         wait, uid = self._cluster.pace.job_end_s, job["metadata"]["uid"]
         if not wait:
             return True
@@ -395,7 +395,7 @@ def _is_ready(pod: Object) -> bool:
 
 
 def pod_of(job: Object, index: int | None, failures: dict[int, int], ignored: dict[int, int]) -> Object:
-    """Render the pod that a Job makes next; *index* is None for a NonIndexed one."""
+    """Render the Job's next pod; *index* is None for a NonIndexed Job."""
     meta, template = job["metadata"], clone(job["spec"]["template"])
     name = meta["name"]
     pod_meta = template["metadata"]

@@ -1,4 +1,4 @@
-"""Pure rules of Jobs: what pods count for, which are missing, and when a Job is over."""
+"""Pure rules of Jobs: how pods count, which are missing, and when a Job has ended."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Verdict:
     message: str
 
     def condition(self, name: str) -> Object:
-        """A condition *name* that says so."""
+        """A condition *name* with this reason and message."""
         return {"type": name, "status": "True", "reason": self.reason, "message": self.message}
 
 
 @dataclass(slots=True)
 class Tally:
-    """One look at a Job's pods. `failed`, `ignored` and `succeeded` are those not yet counted."""
+    """The state of a Job's pods at one sync. `failed`, `ignored` and `succeeded` are not yet counted."""
 
     active: list[Object] = field(default_factory=list)
     failed: list[Object] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Tally:
 
 
 def is_finished(job: Object) -> bool:
-    """Say whether Complete or Failed stands in its status."""
+    """Return whether the status has Complete or Failed."""
     conditions = job.get("status", {}).get("conditions") or ()
     return any(one["type"] in {"Complete", "Failed"} and one["status"] == "True" for one in conditions)
 
@@ -70,7 +70,7 @@ def finished_at(pod: Object, otherwise: float) -> float:
 
 
 def is_failed(job: Object, pod: Object) -> bool:
-    """Say whether *pod* counts as failed: also while it goes, unless only failed ones are replaced."""
+    """Return whether *pod* counts as failed, also while terminating, unless only failed ones are replaced."""
     if pod["status"].get("phase") == "Failed":
         return True
     if job["spec"]["podReplacementPolicy"] == "Failed":
@@ -105,7 +105,7 @@ def gathered(text: str | None) -> set[int]:
 
 
 def judge(job: Object, pod: Object) -> tuple[Action, str]:
-    """What the podFailurePolicy makes of a failed pod, and the message of FailJob."""
+    """The action of the podFailurePolicy for a failed pod, and the message of FailJob."""
     for at, rule in enumerate((job["spec"].get("podFailurePolicy") or {}).get("rules") or ()):
         name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
         message = ""
@@ -143,7 +143,7 @@ def _condition_hit(rules: list[Object], pod: Object) -> str:
 
 
 def tally(job: Object, pods: list[Object]) -> Tally:
-    """Sort the pods of a Job that runs."""
+    """Sort the pods of a running Job."""
     count = Tally()
     spec, status = job["spec"], job["status"]
     indexed = spec["completionMode"] == "Indexed"
@@ -164,7 +164,7 @@ def tally(job: Object, pods: list[Object]) -> Tally:
 
 
 def _beyond(count: Tally, pod: Object) -> None:
-    """A pod above a lowered completions: it goes, and counts for nothing."""
+    """A pod above a reduced completions is deleted and does not count."""
     count.excess.append(pod)
 
 
@@ -202,7 +202,7 @@ def _sort_failed(job: Object, pod: Object, index: int | None, count: Tally) -> N
 
 
 def _holding(job: Object, pods: list[Object]) -> list[Object]:
-    """Pods that keep their place: those going, where only failed ones are replaced."""
+    """Pods that keep their place: also terminating ones, where only failed ones are replaced."""
     if job["spec"]["podReplacementPolicy"] != "Failed":
         return []
     return [pod for pod in pods if is_going(pod) and not is_over(pod)]
@@ -231,7 +231,7 @@ def _missing_indexes(job: Object, pods: list[Object], count: Tally) -> None:
 
 
 def _recall(pod: Object | None, index: int, count: Tally) -> None:
-    """An index's failures so far, from the last pod of it that is still there."""
+    """An index's failures so far, from its last pod that still exists."""
     if pod is None:
         return
     text = (pod["metadata"].get("annotations") or {}).get("batch.kubernetes.io/job-index-failure-count", "0")
@@ -254,7 +254,7 @@ def _missing_any(job: Object, pods: list[Object], count: Tally) -> None:
 
 
 def _drop(count: Tally, wanted: int) -> None:
-    """Too many: pending ones and the highest indexes go."""
+    """Surplus pods: pending ones and the highest indexes first."""
     order = sorted(
         count.active,
         key=lambda pod: (pod["status"].get("phase") != "Running", index_of(pod) or 0),
@@ -266,7 +266,7 @@ def _drop(count: Tally, wanted: int) -> None:
 
 
 def verdict(job: Object, count: Tally, now: float) -> Verdict | None:
-    """Say how the Job is over, or None while it goes on. A verdict once recorded stays."""
+    """How the Job ended, or None while it runs. A recorded verdict stays."""
     for early, kind in (("SuccessCriteriaMet", "Complete"), ("FailureTarget", "Failed")):
         found = condition(job, early)
         if found is not None:

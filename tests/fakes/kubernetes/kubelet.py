@@ -1,4 +1,4 @@
-"""A node's agent: takes pods bound to it, runs them, and can fall silent or vanish."""
+"""A node's agent: takes pods bound to it, runs them, and can become silent or vanish."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Kubelet:
         self._addresses: dict[str, str] = {}
 
     def hear(self, pod: Object) -> None:
-        """Look at a pod that is bound here."""
+        """Handle a pod that is bound to this node."""
         uid = pod["metadata"]["uid"]
         run = self.runs.get(uid)
         if not self.is_alive:
@@ -51,7 +51,7 @@ class Kubelet:
             self.cluster.resizer.look(self, run)
 
     def gone(self, uid: str) -> None:
-        """The object was deleted: what still runs is killed."""
+        """The object was deleted: kill its running containers."""
         run = self.runs.pop(uid, None)
         if run is not None and self.is_alive:
             if not run.done and not run.stopping:
@@ -63,13 +63,13 @@ class Kubelet:
             self.cluster.executor.forget(uid)
 
     def finished(self, run: PodRun) -> None:
-        """A pod is over: its resources are free, and its object may go if it is deleted."""
+        """A pod has ended: free its resources, and remove its object if it is deleted."""
         self._room()
         if is_going(run.pod):
             self._leave(run)
 
     def _leave(self, run: PodRun) -> None:
-        """Let the object of a deleted pod go, a moment after its end."""
+        """Remove the object of a deleted pod, a moment after its end."""
         run.leaving = True
         wait = self.cluster.pace.remove_s
         if wait:
@@ -78,7 +78,7 @@ class Kubelet:
             run.remove()
 
     def _room(self) -> None:
-        """Something may fit now that was deferred."""
+        """Retry deferred resizes, since resources may be free."""
         for run in self.runs.values():
             if condition(run.pod, "PodResizePending") is not None:
                 self.cluster.queue.call(
@@ -94,7 +94,7 @@ class Kubelet:
         self._reject(pod, *refusal)
 
     def _reject(self, pod: Object, reason: str, message: str) -> None:
-        """Write that the pod was not taken."""
+        """Record that the pod was refused."""
         text = f"Pod was rejected: {message}"
         now = self.cluster.clock.now()
 
@@ -110,7 +110,7 @@ class Kubelet:
         self.cluster.store.edit(PODS, pod, write)
 
     def _refusal(self, pod: Object) -> tuple[str, str] | None:
-        """Why the kubelet does not take a pod: reason and message, or None."""
+        """Why the kubelet refuses a pod: reason and message, or None."""
         ordered = self.cluster.rejections.take(self.name, pod)
         if ordered is not None:
             return ordered
@@ -150,25 +150,25 @@ class Kubelet:
         return found
 
     def silence(self) -> None:
-        """Say nothing any more; containers go on."""
+        """Report nothing from now on; containers keep running."""
         self.is_alive = False
 
     def crash(self) -> None:
-        """The machine is off: containers die with it, and nobody says so."""
+        """The machine is off: containers die with it, and nothing is reported."""
         self.is_alive = False
         for run in self.runs.values():
             run.abandon()
         self.runs.clear()
 
     def restart(self) -> None:
-        """Admit every pod anew, as a kubelet that starts does: one that does not pass fails, though it runs.
+        """Admit every pod again, as after a kubelet restart: a refused pod fails although it runs.
 
-        Source: kubelet, HandlePodAdditions; what is refused loses its containers.
+        Source: kubelet, HandlePodAdditions; a refused pod loses its containers.
         """
         for uid, run in list(self.runs.items()):
             if run.done or run.stopping:
                 continue
-            del self.runs[uid]  # its own amounts are not in its way
+            del self.runs[uid]  # its own requests do not count against it
             refusal = self._refusal(run.pod)
             if refusal is None:
                 self.runs[uid] = run
@@ -177,7 +177,7 @@ class Kubelet:
             self._reject(run.pod, *refusal)
 
     def revive(self) -> None:
-        """Speak again: tell what happened meanwhile, and do what was asked meanwhile."""
+        """Report again: send events and carry out requests of the meantime."""
         self.is_alive = True
         for uid, run in list(self.runs.items()):
             found = self.cluster.store.find(uid)

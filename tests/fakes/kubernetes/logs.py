@@ -21,7 +21,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 @dataclass(slots=True)
 class Log:
-    """The output of one life of one container: (time, text) by line; the last may lack its newline."""
+    """The output of a container between two starts: (time, text) by line; the last may lack its newline."""
 
     cluster: Cluster
     lines: list[tuple[float, bytes]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Log:
         self._wake()
 
     def close(self) -> None:
-        """No more comes."""
+        """End the output."""
         self.is_over = True
         self._wake()
 
@@ -49,17 +49,17 @@ class Log:
 
 
 class Logs:
-    """Logs of all containers, by pod uid and container name; the previous life's is kept too."""
+    """Logs of all containers, by pod uid and container name, those before the last restart too."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Begin empty."""
+        """Start empty."""
         self._cluster = cluster
         self._kept: dict[tuple[str, str], list[Log]] = {}
         self.lost: set[tuple[str, str]] = set()
-        """Logs that the kubelet does not find any more, by pod uid and container."""
+        """Logs that the kubelet no longer finds, by pod uid and container."""
 
     def begin(self, uid: str, container: str) -> Log:
-        """A container starts (again)."""
+        """A container starts, or restarts."""
         log = Log(self._cluster)
         lives = self._kept.setdefault((uid, container), [])
         lives.append(log)
@@ -72,13 +72,13 @@ class Logs:
             log.close()
 
     def forget(self, uid: str) -> None:
-        """The pod is gone: open readers come to an end."""
+        """The pod is gone: end the open readers."""
         for key in [key for key in self._kept if key[0] == uid]:
             for log in self._kept.pop(key):
                 log.close()
 
     def text(self, uid: str, container: str) -> bytes:
-        """All that the newest life of a container has printed."""
+        """Everything that a container has printed since its last start."""
         lives = self._kept.get((uid, container)) or []
         return b"".join(line for _at, line in lives[-1].lines) if lives else b""
 
@@ -141,7 +141,7 @@ class Logs:
 
 
 def _lost_text(pod: Object, container: str) -> str:
-    """What a kubelet answers, with status 200, where the runtime has removed the file."""
+    """The kubelet's answer, with status 200, where the runtime has removed the file."""
     meta = pod["metadata"]
     path = f"/var/log/pods/{meta['namespace']}_{meta['name']}_{meta['uid']}/{container}/0.log"
     return f'failed to try resolving symlinks in path "{path}": lstat {path}: no such file or directory'
@@ -153,7 +153,7 @@ async def _begin(send: Send, code: int) -> None:
 
 
 class _Reader:
-    """The part of a log that a caller asked for."""
+    """The requested part of a log."""
 
     def __init__(self, log: Log, options: dict[str, str], now: float) -> None:
         since = 0.0
@@ -171,7 +171,7 @@ class _Reader:
         self._part = 0
 
     def next(self) -> bytes:
-        """What has come since the last call."""
+        """New text since the last call."""
         parts: list[bytes] = []
         while self._at < len(self._log.lines):
             at, line = self._log.lines[self._at]

@@ -17,10 +17,10 @@ GRACE_S = 50.0
 """Silence until Ready turns Unknown. Source: node-monitor-grace-period, default since 1.32; recorded 50 to
 56 s."""
 QUARANTINE_S = 48.0
-"""Until pods of a deleted node are collected: 40 s, and up to 20 s for the next look. Source:
+"""Time until pods of a deleted node are collected: 40 s, and up to 20 s until the next check. Source:
 gc_controller.go."""
 OUT_OF_SERVICE_S = 12.0
-"""The same for pods that are being deleted on a node out of service; recorded."""
+"""The same for terminating pods on a node out of service; recorded."""
 UNREACHABLE = "node.kubernetes.io/unreachable"
 NOT_READY = "node.kubernetes.io/not-ready"
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -36,7 +36,7 @@ class NodeController:
         self._armed: dict[str, float] = {}
 
     def hear(self, change: Change) -> None:
-        """React to taints, to pods that come to tainted nodes, and to nodes that go."""
+        """React to taints, to pods on tainted nodes, and to deleted nodes."""
         if change.resource is NODES:
             name = change.item["metadata"]["name"]
             if change.kind == "DELETED":
@@ -55,7 +55,7 @@ class NodeController:
                     self._cluster.queue.add("taints", node)
 
     def silent(self, name: str) -> None:
-        """A node says nothing from now on: after the grace period it is Unknown."""
+        """A node is silent from now on: after the grace period its Ready is Unknown."""
         self._cluster.clock.after(GRACE_S, lambda: self._give_up(name))
 
     def _give_up(self, name: str) -> None:
@@ -83,7 +83,7 @@ class NodeController:
         self.taint(name, UNREACHABLE, "NoExecute")
 
     def back(self, name: str) -> None:
-        """A node speaks again."""
+        """A node reports again."""
         node = self._store.get(NODES, "", name)
         if node is None:
             return
@@ -135,7 +135,7 @@ class NodeController:
         return [pod for pod in self._store.all(PODS) if pod["spec"].get("nodeName") == name]
 
     def look(self, name: str) -> None:
-        """Arm the eviction of each pod that does not bear the NoExecute taints of its node for ever."""
+        """Arm the eviction of each pod that does not tolerate the NoExecute taints of its node for ever."""
         node = self._store.get(NODES, "", name)
         taints = [
             one for one in (node or {"spec": {}})["spec"].get("taints") or () if one["effect"] == "NoExecute"
@@ -165,7 +165,7 @@ class NodeController:
         disrupt(self._cluster, pod, "DeletionByTaintManager", why)
 
     def _collect(self, name: str, *, only_going: bool = False) -> None:
-        """Fail and remove pods whose node is no more (or is out of service)."""
+        """Fail and remove pods of deleted nodes (or of nodes out of service)."""
         if not only_going and self._store.get(NODES, "", name) is not None:
             return
         now = self._cluster.clock.now()
@@ -193,7 +193,7 @@ def _unready(item: Object, now: float) -> None:
 
 
 def _tolerated_for(pod: Object, taints: list[Object]) -> float | None:
-    """Seconds that a pod may stay beside *taints*; None for ever, 0 not at all."""
+    """Seconds that a pod may stay despite *taints*; None for ever, 0 not at all."""
     least: float | None = None
     for taint in taints:
         covering = [one for one in pod["spec"].get("tolerations") or () if fitting.covers(one, taint)]
@@ -207,7 +207,7 @@ def _tolerated_for(pod: Object, taints: list[Object]) -> float | None:
 
 
 def node_conditions(now: float) -> list[Object]:
-    """Conditions of a node that is well."""
+    """Conditions of a healthy node."""
     whole = [
         ("MemoryPressure", "False", "KubeletHasSufficientMemory", "kubelet has sufficient memory available"),
         ("DiskPressure", "False", "KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
@@ -224,7 +224,7 @@ def node_conditions(now: float) -> list[Object]:
 
 
 def node_info(minor: int) -> Object:
-    """What a kubelet says of its machine."""
+    """The kubelet's report of its machine."""
     blank = ("machineID", "systemUUID", "bootID", "kernelVersion", "osImage", "kubeProxyVersion")
     return dict.fromkeys(blank, "") | {
         "containerRuntimeVersion": "containerd://1.6.20", "kubeletVersion": f"v1.{minor}.2",

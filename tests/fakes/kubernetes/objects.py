@@ -38,17 +38,17 @@ def clone(value: Any) -> Any:
 
 
 def stamp(now: float) -> str:
-    """Say *now* as metav1.Time does: whole seconds, UTC."""
+    """Format *now* as metav1.Time: whole seconds, UTC."""
     return dt.datetime.fromtimestamp(int(now), tz=dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def micro_stamp(now: float) -> str:
-    """Say *now* as metav1.MicroTime does."""
+    """Format *now* as metav1.MicroTime."""
     return dt.datetime.fromtimestamp(now, tz=dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def nano_stamp(now: float) -> str:
-    """Say *now* as the log endpoint does: nine digits, though the clock gives six."""
+    """Format *now* as the log endpoint does: nine digits, though the clock has six."""
     return micro_stamp(now)[:-1] + "000Z"
 
 
@@ -72,7 +72,7 @@ def quantity(text: str | float) -> Decimal:
 
 
 def said(amount: Decimal, unit: str = "") -> str:
-    """Write *amount* as the API server would: whole numbers plain, parts of CPUs in millis."""
+    """Format *amount* as the API server would: whole numbers plain, parts of CPUs in millis."""
     if amount == amount.to_integral_value():
         whole = int(amount)
         for suffix in ("Gi", "Mi", "Ki") if unit.endswith("memory") else ():
@@ -91,7 +91,7 @@ def condition(item: Object, kind: str) -> Object | None:
 
 
 def holds(item: Object, kind: str) -> bool:
-    """Say whether condition *kind* is True."""
+    """Return whether condition *kind* is True."""
     found = condition(item, kind)
     return found is not None and found["status"] == "True"
 
@@ -119,24 +119,24 @@ def controller_of(item: Object) -> Object | None:
 
 
 def is_over(pod: Object) -> bool:
-    """Say whether the pod's phase is final."""
+    """Return whether the pod's phase is final."""
     return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
 def is_going(item: Object) -> bool:
-    """Say whether *item* is being deleted."""
+    """Return whether *item* is being deleted."""
     return "deletionTimestamp" in item["metadata"]
 
 
 def requests_of(container: Object) -> dict[str, Decimal]:
-    """What one container asks of the scheduler."""
+    """The requests of one container."""
     return {
         name: quantity(text) for name, text in (container.get("resources", {}).get("requests") or {}).items()
     }
 
 
 def pod_requests(pod: Object) -> dict[str, Decimal]:
-    """What a pod asks of a node: containers and sidecars together, or the largest init container.
+    """The requests of a pod: containers and sidecars together, or the largest init container.
 
     Source: KEP-753 (native sidecars): an init container needs its own plus that of the sidecars before it.
     """

@@ -25,7 +25,7 @@ _KEYS = {
     "subjects": None,
 }
 _SETS = {"finalizers"}
-"""Lists that a strategic merge patch joins; every other one (tolerations, command, rules) it replaces.
+"""Lists that a strategic merge patch joins; it replaces every other one (tolerations, command, rules).
 
 Source: patchMergeKey tags of k8s.io/api core/v1 and meta/v1."""
 

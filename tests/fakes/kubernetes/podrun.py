@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fakes.kubernetes.kubelet import Kubelet
 
 RETRY_S = 2.0
-"""Seconds between looks at what is missing; the real kubelet takes 1 to 15."""
+"""Seconds between checks of missing sources; the real kubelet takes 1 to 15."""
 CRASH_S = 10.0
 CRASH_MOST_S = 300.0
 """Restart back-off. Source: kubelet, backOffPeriod and MaxContainerBackOff."""
@@ -28,7 +28,7 @@ class PodRun:
     """The kubelet's worker for one pod."""
 
     def __init__(self, kubelet: Kubelet, pod: Object) -> None:
-        """Take the pod over; `begin` starts it."""
+        """Take over the pod; `begin` starts it."""
         self.kubelet = kubelet
         self.cluster = kubelet.cluster
         self.uid: str = pod["metadata"]["uid"]
@@ -39,12 +39,12 @@ class PodRun:
         self.stopping = False
         self.leaving = False
         self.is_held = False
-        """True while nothing ends its containers."""
+        """True until its containers are being ended."""
         self.timers: list[Timer] = []
         self.grace: Timer | None = None
         self.asked_s: float | None = None
         self.fate: Object = {}
-        """Reason and message of an end that the kubelet or the node decided."""
+        """Reason and message of an end decided by the kubelet or the node."""
         spec = pod["spec"]
         waiting = "PodInitializing" if spec.get("initContainers") else "ContainerCreating"
         self.containers = [
@@ -60,7 +60,7 @@ class PodRun:
         ]
 
     def begin(self) -> None:
-        """Show the pod as accepted, then go on once sandbox and volumes are there."""
+        """Show the pod as accepted, then continue once sandbox and volumes exist."""
         self.show(start=True)
         limit = self.pod["spec"].get("activeDeadlineSeconds")
         if limit is not None:
@@ -87,7 +87,7 @@ class PodRun:
         self.advance()
 
     def advance(self) -> None:
-        """Start what is to start now: init containers one after the other, then all main ones."""
+        """Start the containers that are due: init containers one by one, then all main ones."""
         if self.done or self.stopping:
             return
         for one in self.containers:
@@ -103,7 +103,7 @@ class PodRun:
                 self._pull(one)
 
     def _pull(self, one: Container) -> None:
-        """Get the image, or say why not and try again for ever."""
+        """Pull the image, or record why not and retry for ever."""
         if self.stopping:
             return
         image = one.spec["image"]
@@ -132,7 +132,7 @@ class PodRun:
             self._pulled(one, text)
 
     def _unnamable(self, one: Container, image: str) -> None:
-        """An image reference that cannot be parsed: nothing will change that."""
+        """An image reference that cannot be parsed is never retried."""
         text = f'Failed to apply default image tag "{image}": couldn\'t parse image name "{image}": '
         text += "invalid reference format"
         repository = image.partition("/")[2].rpartition(":")[0]
@@ -168,7 +168,7 @@ class PodRun:
         self._create(one)
 
     def _create(self, one: Container) -> None:
-        """Build its environment; wait for what is missing."""
+        """Build its environment; wait for missing sources."""
         if self.stopping or self.done:
             return
         try:
@@ -216,7 +216,7 @@ class PodRun:
         self._after_end(one)
 
     def ended(self, one: Container, code: int, *, oom: bool = False) -> None:
-        """Record a container's end, and what follows from it."""
+        """Record a container's end and its consequences."""
         if "running" not in one.state:
             return
         one.execution = None
@@ -248,7 +248,7 @@ class PodRun:
         self._settle(one)
 
     def _settle(self, one: Container) -> None:
-        """After an end that stays: stop the sidecars once all main containers are over, then finish."""
+        """After a final end: stop the sidecars once all main containers have ended, then finish."""
         if all(other.exit_code is not None for other in self.containers if other.role == "main"):
             sidecars = [other for other in self.containers if other.role == "sidecar" and other.is_running]
             if sidecars:
@@ -266,7 +266,7 @@ class PodRun:
             self.advance()
 
     def _stop_sidecar(self, one: Container) -> None:
-        """SIGTERM to the last sidecar that runs; SIGKILL after the grace period."""
+        """SIGTERM to the last running sidecar; SIGKILL after the grace period."""
         if one.execution is None or self.is_held:
             return
         if not self.stopping:
@@ -302,14 +302,14 @@ class PodRun:
         self._later(delay, again)
 
     def wait(self, one: Container, reason: str, message: str) -> None:
-        """Show a container as waiting, and why."""
+        """Show a container as waiting, with the reason."""
         if self.done or self.stopping:
             return
         one.state = {"waiting": {"reason": reason, "message": message}}
         self.show()
 
     def _finish(self) -> None:
-        """All is over: show the ends, then the final phase, then (if deleted) let the object go."""
+        """All has ended: show the ends, then the final phase, then remove the object of a deleted pod."""
         if self.done:
             return
         failed = any(one.exit_code for one in self.containers if one.role != "sidecar") or bool(self.fate)
@@ -340,7 +340,7 @@ class PodRun:
         self.kubelet.finished(self)
 
     def remove(self) -> None:
-        """The object may go now: the kubelet deletes it with grace 0."""
+        """The kubelet deletes the object with grace 0."""
         found = self.cluster.store.find(self.uid)
         if found is not None and is_going(found[1]):
             deletion.delete(self.cluster.store, PODS, found[1], {"gracePeriodSeconds": 0})
@@ -366,7 +366,7 @@ class PodRun:
                 self._finish()
 
     def tell_killing(self) -> None:
-        """Say that the main containers are being stopped."""
+        """Record that the main containers are being stopped."""
         for one in self.containers:
             if one.is_running and one.role != "sidecar":
                 self.say("Killing", f"Stopping container {one.name}", container=one)
@@ -382,7 +382,7 @@ class PodRun:
         self._later(seconds, lambda: one.execution and one.execution.terminate())
 
     def kill(self) -> None:
-        """SIGKILL to all that runs."""
+        """SIGKILL to every running container."""
         if self.is_held:
             return
         for one in self.containers:
@@ -390,7 +390,7 @@ class PodRun:
                 one.execution.kill()
 
     def abandon(self) -> None:
-        """The node is gone, or the object: kill without a word."""
+        """The node is gone, or the object: kill without a report."""
         self.done = True
         for timer in self.timers:
             timer.cancel()

@@ -1,4 +1,4 @@
-"""Pod security standards, as a namespace's label ``pod-security.kubernetes.io/enforce`` asks for them.
+"""Pod security standards, from a namespace's label ``pod-security.kubernetes.io/enforce``.
 
 Source: Kubernetes, pod security standards; wording of the PodSecurity admission plugin.
 """
@@ -21,7 +21,7 @@ _VOLUMES = {
 
 
 def violations(pod: Object, level: str) -> str:
-    """What of the pod's spec the standard *level* forbids, in one line; "" when it is allowed."""
+    """What the standard *level* forbids of the pod's spec, in one line; "" when nothing."""
     spec = pod["spec"]
     containers = [*(spec.get("initContainers") or ()), *spec["containers"]]
     found = list(_baseline(spec, containers)) if level in {"baseline", "restricted"} else []

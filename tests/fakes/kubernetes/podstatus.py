@@ -1,4 +1,4 @@
-"""The status of a pod, drawn from what its containers do."""
+"""The status of a pod, derived from its containers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Container:
     Attributes:
         state: As the API shows it: waiting, running or terminated.
         backoff: How often it was restarted after a failure or could not be pulled.
-        again: It has ended and is about to be started again.
+        again: It has ended and is about to be restarted.
     """
 
     spec: Object
@@ -39,17 +39,17 @@ class Container:
 
     @property
     def is_running(self) -> bool:
-        """Say whether it runs now."""
+        """Return whether it runs now."""
         return "running" in self.state
 
     @property
     def began(self) -> bool:
-        """Say whether it has run at all."""
+        """Return whether it has run at all."""
         return "waiting" not in self.state or bool(self.last_state)
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, None while it has none."""
+        """Its exit code, None before its end."""
         ended = self.state.get("terminated")
         return None if ended is None else int(ended["exitCode"])
 

@@ -1,4 +1,4 @@
-"""Runs containers' commands for real, as processes of this machine: a stage truly trains in the fake."""
+"""Runs containers' commands for real, as processes of this machine: a stage really trains in the fake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 INSIDE = Path(__file__).with_name("inside.py")
 LOOK_S = 0.5
-"""Between looks at a container's memory, chosen: cheap, and soon enough for a test."""
+"""Time between checks of a container's memory, chosen: cheap, and soon enough for a test."""
 
 
 def _kept(mounts: list[Object]) -> list[Object]:
@@ -38,7 +38,7 @@ def _kept(mounts: list[Object]) -> list[Object]:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What an image brings: how it starts, and its environment. Its files are this machine's."""
+    """What an image provides: its command and its environment. Its files are this machine's."""
 
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Processes:
 
     Args:
         state: Folder for volumes and roots; a temporary one by default, removed at the end.
-        images: What images bring, by shell wildcards; the first that fits counts. ``python`` and
+        images: What images provide, by shell wildcards; the first that fits counts. ``python`` and
         ``python3`` are
             this interpreter's, unless the image's PATH says otherwise.
     """
@@ -64,7 +64,7 @@ class Processes:
         self._removing: set[asyncio.Task[None]] = set()
 
     def image(self, name: str) -> Image:
-        """What the image *name* brings."""
+        """What the image *name* provides."""
         return next((one for like, one in self.images.items() if fnmatch.fnmatchcase(name, like)), Image())
 
     def make(self, run: PodRun, one: Container, env: dict[str, str]) -> Execution | str:
@@ -111,7 +111,7 @@ class Processes:
         return [*mounts, *_kept(mounts)]
 
     def forget(self, uid: str) -> None:
-        """Remove the folders of a pod that is gone, once nothing of it runs."""
+        """Remove the folders of a deleted pod, once all its processes have ended."""
         tasks = [one.task for one in self.running if one.uid == uid and one.task is not None]
 
         async def remove() -> None:
@@ -123,7 +123,7 @@ class Processes:
         task.add_done_callback(self._removing.discard)
 
     async def close(self) -> None:
-        """Kill all that runs and wait for it; remove what was temporary."""
+        """Kill all processes and wait for their end; remove temporary folders."""
         for process in tuple(self.running):
             process.kill()
         tasks = [process.task for process in self.running if process.task is not None]
@@ -136,7 +136,7 @@ class Process:
     """One running container."""
 
     def __init__(self, owner: Processes, uid: str, order: Object, memory: int | None) -> None:
-        """Prepare; `start` begins it."""
+        """Prepare; `start` starts it."""
         self.uid = uid
         self._owner = owner
         self._order = order
@@ -148,7 +148,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of the process that started the container; 0 while there is none."""
+        """PID of the process that started the container; 0 without one."""
         return 0 if self._process is None or self._process.returncode is not None else self._process.pid
 
     @property
@@ -157,7 +157,7 @@ class Process:
         return dict(self._order["env"])
 
     def start(self, ended: Callable[[int, bool], None], printed: Callable[[str, bytes], None]) -> None:
-        """Begin; everything else happens in a task of the cluster's loop."""
+        """Start; the rest happens in a task of the cluster's loop."""
         self._owner.running.add(self)
         self.task = asyncio.get_running_loop().create_task(self._run(ended, printed))
 
@@ -207,12 +207,12 @@ class Process:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to all of the container: its PID namespace dies with its starter."""
+        """SIGKILL to the whole container: its PID namespace dies with its starter."""
         self._signal(signal.SIGKILL)
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process and its descendants hold."""
+    """Memory of a process and its descendants in bytes."""
     total = 0
     try:
         family = psutil.Process(pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""What a container does, told by a script instead of done: how long, what it prints, how it ends."""
+"""Scripts in place of containers: how long one runs, what it prints, how it ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Execution(Protocol):
     """A running container."""
 
     def start(self, ended: Callable[[int, bool], None], printed: Callable[[str, bytes], None]) -> None:
-        """Begin; *ended* hears exit code and whether memory ran out, *printed* what stream says what."""
+        """Start; *ended* gets the exit code and whether memory ran out, *printed* the stream and the text."""
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -29,14 +29,14 @@ class Execution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A container's life.
+    """The script of a container.
 
     Attributes:
-        seconds: How long it runs; None until it is told to end.
-        exit_code: What it ends with by itself.
+        seconds: How long it runs; None until SIGTERM or SIGKILL.
+        exit_code: Its exit code without a signal.
         term: ``exit``: ends with `term_code` on SIGTERM after `term_s`; ``ignore``: only SIGKILL ends it.
         prints: Lines with the second at which each is printed.
-        oom: Its end is the kernel's, for memory.
+        oom: The kernel ends it, for memory.
     """
 
     seconds: float | None = None
@@ -60,7 +60,7 @@ START_ERROR = (
 
 @dataclass(slots=True)
 class Scripted:
-    """A Program being played by the cluster's clock."""
+    """A Program, run by the cluster's clock."""
 
     program: Program
     clock: Clock
@@ -68,7 +68,7 @@ class Scripted:
     _ended: Callable[[int, bool], None] | None = None
 
     def start(self, ended: Callable[[int, bool], None], printed: Callable[[str, bytes], None]) -> None:
-        """Arm all that will happen."""
+        """Schedule every event."""
         self._ended = ended
         for at_s, line in self.program.prints:
             if at_s <= 0:
@@ -105,9 +105,9 @@ class Scripted:
 
 
 def infer(argv: list[str], env: dict[str, str]) -> Program:
-    """Guess what a small shell command would do: echo, sleep, exit, true, false, trap ... TERM, test && exit.
+    """Guess the effect of a small shell command: echo, sleep, exit, true, false, trap ... TERM, test && exit.
 
-    Anything else runs until it is told to end. PID 1 without a handler ignores SIGTERM, as in a real
+    Anything else runs until a signal ends it. PID 1 without a handler ignores SIGTERM, as in a real
     container.
     """
     if not argv:
@@ -135,7 +135,7 @@ def _infer_script(script: str, env: dict[str, str]) -> Program:
 
 
 def _run(program: Program, statement: str, env: dict[str, str]) -> tuple[Program, bool]:
-    """Play one statement; True if the script ends there."""
+    """Interpret one statement; True if the script ends there."""
     text = re.sub(r"\$\{?(\w+)\}?", lambda found: env.get(found.group(1), ""), statement)
     if found := re.fullmatch(r"test (\S+) = (\S+) && exit (\d+)", text):
         if found.group(1) == found.group(2):

@@ -1,4 +1,4 @@
-"""Work that follows from changes: done soon, each piece once, in the cluster's thread."""
+"""Work that follows from changes: done soon, each item once, in the cluster's thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Queue:
-    """Pieces of work by kind and key; one that is queued already is not queued twice."""
+    """Work items by kind and key; an item that is queued already is not queued twice."""
 
     def __init__(self) -> None:
         """Begin empty."""
@@ -19,16 +19,16 @@ class Queue:
         self._is_busy = False
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Work in *loop* from here on."""
+        """Work in *loop* from now on."""
         self._loop = loop
         self._arm()
 
     def handle(self, kind: str, handler: Callable[[str], None]) -> None:
-        """Say who does work of *kind*."""
+        """Set the worker for *kind*."""
         self._handlers[kind] = handler
 
     def add(self, kind: str, key: str) -> None:
-        """Queue a piece of work."""
+        """Queue a work item."""
         self._work[kind, key] = None
         self._arm()
 
@@ -47,7 +47,7 @@ class Queue:
         self.drain()
 
     def drain(self) -> None:
-        """Do all that is queued, and what follows from it."""
+        """Do all queued work, and the work that follows from it."""
         if self._is_busy:
             return
         self._is_busy = True

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class QuotaController:
-    """Counts what a namespace uses; binds every claim at once while there is a provisioner."""
+    """Counts a namespace's usage; binds every claim at once while there is a provisioner."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Work on *cluster*."""
@@ -22,7 +22,7 @@ class QuotaController:
         self._store = cluster.store
 
     def hear(self, change: Change) -> None:
-        """Count anew when something is made or goes; bind new claims."""
+        """Recount when an object is created or deleted; bind new claims."""
         namespace = change.item["metadata"].get("namespace", "")
         counts = (
             change.kind != "MODIFIED"

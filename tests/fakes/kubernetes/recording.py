@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fakes.kubernetes.cluster import Cluster
 
 FRESH = {"FailedScheduling", "FailedCreate"}
-"""Repeats of these are new objects; those of others raise a count."""
+"""Repeats of these are new objects; repeats of others raise a count."""
 
 
 class Recorder:
@@ -27,7 +27,7 @@ class Recorder:
         self, item: Object, reason: str, message: str, *, warning: bool = False, component: str = "kubelet",
         host: str = "", field_path: str = "",
     ) -> None:  # fmt: skip
-        """Say that *reason* happened to *item*."""
+        """Record that *reason* happened to *item*."""
         if not self._cluster.write_events:
             return
         key = (item["metadata"]["uid"], reason, message, field_path)

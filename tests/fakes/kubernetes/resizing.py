@@ -1,4 +1,4 @@
-"""The resize subresource of pods: what may change, and what the kubelet makes of it."""
+"""The resize subresource of pods: which changes are valid, and what the kubelet does with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def resize(store: Store, old: Object, fresh: Object) -> None:
-    """Take only resources of *fresh*; refuse what no node of its kind could do (403, 422)."""
+    """Apply only resources of *fresh*; refuse what no node of its kind could do (403, 422)."""
     name = old["metadata"]["name"]
     wanted = {one["name"]: one.get("resources") or {} for one in fresh["spec"]["containers"]}
     fresh["spec"] = clone(old["spec"])
@@ -64,7 +64,7 @@ def _check_node(store: Store, pod: Object) -> None:
 
 
 class Resizer:
-    """The kubelet's part: what was asked is done, waits (Deferred), or never can be (Infeasible)."""
+    """The kubelet's part: a request is done, waits (Deferred), or is impossible (Infeasible)."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Work on *cluster*."""
@@ -74,7 +74,7 @@ class Resizer:
         self._busy: set[str] = set()
 
     def look(self, kubelet: Kubelet, run: PodRun) -> None:
-        """Compare what the pod asks for with what its containers have."""
+        """Compare the pod's requests with the resources of its containers."""
         changed = [one for one in run.containers if one.is_running and self._differs(run, one)]
         if run.uid in self._busy:
             return
@@ -109,7 +109,7 @@ class Resizer:
         self.look(kubelet, run)
 
     def _told(self, run: PodRun) -> str:
-        """What is asked, as events say it."""
+        """The request in the words of events."""
         containers = [
             {"name": one["name"], "resources": one.get("resources") or {}}
             for one in run.pod["spec"]["containers"]

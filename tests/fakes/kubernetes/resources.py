@@ -13,7 +13,7 @@ class Resource:
     """One kind of object.
 
     Attributes:
-        subresources: Name to (verbs, kind) as discovery says it.
+        subresources: Name to (verbs, kind) as in discovery.
     """
 
     group: str
@@ -27,12 +27,12 @@ class Resource:
 
     @property
     def full(self) -> str:
-        """Name with its group, as messages say it: ``jobs.batch``, ``pods``."""
+        """Name with its group, as in messages: ``jobs.batch``, ``pods``."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property
     def full_kind(self) -> str:
-        """Kind with its group, as validation says it: ``Job.batch``, ``Pod``."""
+        """Kind with its group, as in validation errors: ``Job.batch``, ``Pod``."""
         return f"{self.kind}.{self.group}" if self.group else self.kind
 
     @property

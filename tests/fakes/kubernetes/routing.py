@@ -1,4 +1,4 @@
-"""From method and path to what is meant."""
+"""Parse method and path."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fakes.kubernetes import errors
 from fakes.kubernetes.resources import Resource
 
 TRUE = {"1", "t", "T", "true", "True", "TRUE"}
-"""What Go's ParseBool takes for true."""
+"""What Go's ParseBool accepts as true."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, understood."""
+    """One parsed request."""
 
     verb: str
     resource: Resource
@@ -36,7 +36,7 @@ _UNNAMED = {"GET": "list", "POST": "create", "DELETE": "deletecollection"}
 def parse(
     resources: tuple[Resource, ...], method: str, path: str, query: dict[str, str], headers: dict[str, str]
 ) -> Call:
-    """Understand a request; raises 404 and 405."""
+    """Parse a request; raises 404 and 405."""
     parts = [part for part in path.split("/") if part]
     if not parts or parts[0] not in {"api", "apis"}:
         raise errors.plain_not_found()

@@ -1,4 +1,4 @@
-"""The scheduler: binds pods to nodes, says why not, and preempts."""
+"""The scheduler: binds pods to nodes, records why it cannot, and preempts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Look:
-    """What one pass over the nodes found for a pod."""
+    """The result of one pass over the nodes for a pod."""
 
     fits: list[Object]
     reasons: Counter[str]
@@ -27,7 +27,7 @@ class _Look:
 
 
 class Scheduler:
-    """Looks at all waiting pods whenever a pod, node or claim changes."""
+    """Checks all waiting pods whenever a pod, node or claim changes."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Work on *cluster*."""
@@ -42,7 +42,7 @@ class Scheduler:
         self._said: dict[str, str] = {}
 
     def hear(self, change: Change) -> None:
-        """Keep track of who waits and who is where; queue a pass when something may fit now."""
+        """Track waiting and bound pods; queue a pass when a pod may fit now."""
         if change.resource is PODS:
             self._track(change)
         elif change.resource is NODES or change.resource is CLAIMS:
@@ -64,7 +64,7 @@ class Scheduler:
             self._cluster.queue.add("schedule", "")
 
     def _put(self, node: str, uid: str, pod: Object) -> None:
-        """Count a pod on a node."""
+        """Add a pod to a node."""
         self._take(node, uid)
         asked = pod_requests(pod)
         self._placed.setdefault(node, {})[uid] = pod
@@ -76,7 +76,7 @@ class Scheduler:
             self._picky.add(uid)
 
     def _take(self, node: str, uid: str) -> bool:
-        """Count it no more; False if it was not there."""
+        """Remove it from its node; False if it was not there."""
         if self._placed.get(node, {}).pop(uid, None) is None:
             return False
         for name, amount in self._asked.pop(uid).items():
@@ -85,7 +85,7 @@ class Scheduler:
         return True
 
     def on_node(self, name: str) -> list[Object]:
-        """Pods that take room on a node."""
+        """Pods that use resources of a node."""
         return list(self._placed.get(name, {}).values())
 
     def run(self) -> None:
@@ -131,7 +131,7 @@ class Scheduler:
         return any((claim or {}).get("status", {}).get("phase") != "Bound" for claim in claims)
 
     def _is_out_of_reach(self, pod: Object, node: Object) -> bool:
-        """Say whether a volume of the pod is bound to other nodes."""
+        """Return whether a volume of the pod is bound to other nodes."""
         labels = (node["metadata"].get("labels") or {}).items()
         wanted = (self._cluster.volume_labels.get(name, {}) for name in claims_of(pod))
         return any(not one.items() <= labels for one in wanted)
@@ -182,7 +182,7 @@ class Scheduler:
         return [rule] if rule else []
 
     def _on(self, node: Object, pod: Object) -> list[Object]:
-        """Pods on *node*, with those of at least the same priority that preempted for a place there."""
+        """Pods on *node*, with those of at least the same priority that wait for it after a preemption."""
         name = node["metadata"]["name"]
         priority = pod["spec"].get("priority", 0)
         nominated = [
@@ -194,7 +194,7 @@ class Scheduler:
         return [*self._placed.get(name, {}).values(), *nominated]
 
     def _score(self, pod: Object, node: Object) -> tuple[int, Decimal, str]:
-        """Preferred affinity, then the emptiest by pods, then the first name."""
+        """Preferred affinity, then the node with the fewest pods, then the first name."""
         placed = self._placed.get(node["metadata"]["name"], {})
         inverse = "".join(chr(0x10FFFF - ord(letter)) for letter in node["metadata"]["name"])
         return fitting.preference(pod, node), Decimal(-len(placed)), inverse
@@ -224,7 +224,7 @@ class Scheduler:
             disrupt(self._cluster, victim, "PreemptionByScheduler", why)
 
     def _victims(self, pod: Object, look: _Look) -> tuple[Object, list[Object]] | None:
-        """The node where the least important pods must go, and which; None if that does not help."""
+        """The node with the least important victims, and these pods; None if preemption does not help."""
         best: tuple[tuple[int, int, str], Object, list[Object]] | None = None
         priority = pod["spec"].get("priority", 0)
         for node in look.helpful:

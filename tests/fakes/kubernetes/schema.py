@@ -1,4 +1,4 @@
-"""Unknown fields and wrong JSON types, judged by the official client's own models."""
+"""Unknown fields and wrong JSON types, checked against the official client's own models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _root(resource: Resource) -> Any:
 
 
 def check(resource: Resource, body: Object) -> list[str]:
-    """Take unknown fields out of *body* and name them; raises 400 for a wrong type or quantity."""
+    """Remove unknown fields from *body* and name them; raises 400 for a wrong type or quantity."""
     model = _root(resource)
     if model is None:
         return []

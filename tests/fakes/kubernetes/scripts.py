@@ -1,4 +1,4 @@
-"""Which container plays which program, and which pods a kubelet is told to refuse."""
+"""Which container runs which program, and which pods a kubelet refuses."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Rule:
 
 
 class Scripts:
-    """Rules in order; what none covers is guessed from the command (`programs.infer`)."""
+    """Rules in order; without a matching rule the program is guessed from the command (`programs.infer`)."""
 
     def __init__(self, clock: Clock) -> None:
-        """No rules."""
+        """Start without rules."""
         self._clock = clock
         self._rules: list[_Rule] = []
 
@@ -45,7 +45,7 @@ class Scripts:
         return None
 
     def has(self, pod: Object, container: Object) -> bool:
-        """Say whether a rule covers this container."""
+        """Return whether a rule matches this container."""
         return self._find(pod, container) is not None
 
     def execution(self, pod: Object, container: Object, role: str, env: dict[str, str]) -> Execution | str:
@@ -74,7 +74,7 @@ class Rejections:
     """Refusals that a test orders from a kubelet (UnexpectedAdmissionError, for example)."""
 
     def __init__(self) -> None:
-        """None."""
+        """Start without refusals."""
         self._ordered: list[tuple[str, str, str, str]] = []
 
     def add(self, node: str, pod: str, reason: str, message: str) -> None:

@@ -83,7 +83,7 @@ def field_test(resource: Resource, text: str) -> Callable[[Object], bool]:
 
 
 def selector_test(selector: Object | None) -> Test:
-    """Compile a LabelSelector object; None selects nothing, empty everything."""
+    """Compile a LabelSelector object; None selects nothing, an empty one everything."""
     if selector is None:
         return lambda _labels: False
     wanted = selector.get("matchLabels") or {}
@@ -95,7 +95,7 @@ def selector_test(selector: Object | None) -> Test:
 
 
 def term_holds(term: Object, labels: Mapping[str, str]) -> bool:
-    """Judge one matchExpressions entry (In, NotIn, Exists, DoesNotExist, Gt, Lt)."""
+    """Evaluate one matchExpressions entry (In, NotIn, Exists, DoesNotExist, Gt, Lt)."""
     key, operator, values = term["key"], term["operator"], term.get("values") or []
     found = labels.get(key)
     if operator == "In":

@@ -1,4 +1,4 @@
-"""HTTP: the ASGI application that speaks Kubernetes."""
+"""HTTP: the ASGI application that serves the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ class Server:
 
 
 class _Dated:
-    """Sends what it is given, with the cluster's own time as ``Date``, as the objects have it."""
+    """Sends answers with the cluster's own time as ``Date``, like the times of the objects."""
 
     def __init__(self, send: Send, clock: Clock) -> None:
-        """Send by *send*, dated by *clock*."""
+        """Send with *send*, dated by *clock*."""
         self.send, self._clock = send, clock
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
-        """Date the head of an answer; a body goes as it is."""
+        """Date the head of an answer; a body is unchanged."""
         if message["type"] == "http.response.start":
             date = formatdate(self._clock.now(), usegmt=True).encode()
             message = {**message, "headers": [*message.get("headers", ()), (b"date", date)]}
@@ -174,7 +174,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def shaped(answer: Any, accept: str) -> Any:
-    """Cut objects to their metadata where the caller asks for PartialObjectMetadata."""
+    """Reduce objects to their metadata if the caller accepts PartialObjectMetadata."""
     if "PartialObjectMetadata" not in accept or not isinstance(answer, dict):
         return answer
     if "items" in answer:

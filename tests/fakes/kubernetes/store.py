@@ -1,4 +1,4 @@
-"""All objects with their history: resource versions, finalizers, deletion, and who is told of changes."""
+"""All objects with their history: resource versions, finalizers, deletion, and notification of changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fakes.kubernetes.resources import PODS, Resource
 Kind = Literal["ADDED", "MODIFIED", "DELETED"]
 
 HISTORY = 20_000
-"""Changes kept for watches, chosen: minutes of a busy test; `compact` forgets earlier."""
+"""Changes kept for watches, chosen: minutes of a busy test; `compact` drops older ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ Listener = Callable[[Change], None]
 class Store:
     """Objects by resource, namespace and name; every write has a revision of its own.
 
-    Readers get the kept objects themselves: whoever wants to change one clones it (`edit` does).
+    Readers get the stored objects themselves, and must clone one to change it (`edit` does).
     """
 
     def __init__(self, clock: Clock) -> None:
-        """Begin empty."""
+        """Start empty."""
         self.clock = clock
         self.revision = 1000
         self.compacted = self.revision
@@ -59,7 +59,7 @@ class Store:
         return [items[key] for key in sorted(items) if not namespace or key[0] == namespace]
 
     def each(self, resource: Resource) -> Iterator[Object]:
-        """Objects in any order, quickly; nobody may write meanwhile."""
+        """Objects in any order, quickly; do not write during the iteration."""
         return iter(self._items.get(resource.full, {}).values())
 
     def find(self, uid: str) -> tuple[Resource, Object] | None:
@@ -85,7 +85,7 @@ class Store:
         return item
 
     def write(self, resource: Resource, item: Object) -> Object:
-        """Replace an object; nothing happens if it is the same, and it goes if its last finalizer went."""
+        """Replace an object; no effect if it is the same; deletes it with its last finalizer."""
         meta = item["metadata"]
         key = (meta.get("namespace", ""), meta["name"])
         old = self._items[resource.full][key]
@@ -104,7 +104,7 @@ class Store:
         return item
 
     def edit(self, resource: Resource, item: Object, change: Callable[[Object], None]) -> Object | None:
-        """Apply *change* to a copy of the newest version of *item*; None if it is gone or another now."""
+        """Apply *change* to a copy of the newest version of *item*; None if it is deleted or replaced."""
         meta = item["metadata"]
         newest = self.get(resource, meta.get("namespace", ""), meta["name"])
         if newest is None or newest["metadata"]["uid"] != meta["uid"]:
@@ -114,7 +114,7 @@ class Store:
         return self.write(resource, fresh)
 
     def remove(self, resource: Resource, item: Object) -> None:
-        """Forget an object now, whatever finalizers say."""
+        """Remove an object now, in spite of finalizers."""
         meta = item["metadata"]
         key = (meta.get("namespace", ""), meta["name"])
         old = self._items[resource.full].pop(key)
@@ -127,12 +127,12 @@ class Store:
         return [change for change in self.history if change.revision > revision]
 
     def compact(self) -> None:
-        """Forget the past: watches and tokens from before now are too old."""
+        """Drop the history: watches and tokens from before now are too old."""
         self.compacted = self.revision
         self.history.clear()
 
     def oldest(self) -> int:
-        """The least revision that a watch may start from."""
+        """The oldest revision that a watch may start from."""
         if self.history and len(self.history) == self.history.maxlen:
             return max(self.compacted, self.history[0].revision - 1)
         return self.compacted
@@ -159,7 +159,7 @@ def born(resource: Resource, item: Object, now: float) -> None:
 
 
 def _wished(item: Object) -> Object:
-    """The part of an object whose changes count as a new generation: a binding does not."""
+    """The part of an object whose changes raise its generation: a binding does not."""
     return {key: value for key, value in (item.get("spec") or {}).items() if key != "nodeName"}
 
 

@@ -1,4 +1,4 @@
-"""Requests that are no plain reading or writing: bindings, evictions, tokens, access reviews."""
+"""Requests other than plain reads and writes: bindings, evictions, tokens, access reviews."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def evict(cluster: Cluster, pod: Object, grace_s: int | None = None) -> None:
 
 
 def disrupt(cluster: Cluster, pod: Object, reason: str, message: str, grace_s: int | None = None) -> None:
-    """Write a DisruptionTarget condition, then delete the pod: two writes, as the real ones do."""
+    """Write a DisruptionTarget condition, then delete the pod: two writes, as in a real cluster."""
     now = cluster.clock.now()
     fresh = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
     marked = cluster.store.edit(PODS, pod, lambda item: set_condition(item, fresh, now))

@@ -1,4 +1,4 @@
-"""Refusals of objects that make no sense, in the API server's words (422)."""
+"""Refusals of invalid objects, in the API server's words (422)."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _policy_causes(spec: Object) -> Causes:
                 message = "must not be 0 for the In operator"
                 causes.append(cause(f"{field}.values[{place}]", "FieldValueInvalid", message, "0"))
         codes = list(exits.get("values") or ())
-        if codes != sorted(codes):  # as Kubernetes documents it; not recorded
+        if codes != sorted(codes):  # from the Kubernetes documentation; not recorded
             causes.append(cause(f"{field}.values", "FieldValueInvalid", "must be ordered", str(codes)))
     return causes
 
@@ -214,7 +214,7 @@ _SUSPENDED_MAY = ("nodeSelector", "tolerations", "schedulingGates", "affinity")
 
 
 def validate_job_update(old: Object, fresh: Object) -> None:
-    """Refuse changes of a Job that it may not make (422)."""
+    """Refuse changes of immutable fields of a Job (422)."""
     before, after = old["spec"], fresh["spec"]
     causes: Causes = []
     if before.get("completions") != after.get("completions"):
@@ -239,7 +239,7 @@ def _completions_causes(before: Object, after: Object) -> Causes:
 
 
 def _template_causes(before: Object, after: Object, *, suspended: bool) -> Causes:
-    """A suspended Job may change labels, annotations, where it runs, and what it asks for."""
+    """A suspended Job may change labels, annotations, node selection and requests."""
     old, new = before["template"], after["template"]
     if not suspended:
         if old == new:
@@ -269,7 +269,7 @@ def _frozen(spec: Object) -> Object:
 
 
 def validate_pod_update(old: Object, fresh: Object) -> None:
-    """Refuse changes of a pod's spec but images, deadline, gates and added tolerations (422)."""
+    """Refuse changes of a pod's spec except images, deadline, gates and added tolerations (422)."""
     before, after = dict(old["spec"]), dict(fresh["spec"])
     name = old["metadata"]["name"]
     gates = [one["name"] for one in before.get("schedulingGates") or ()]

@@ -13,11 +13,11 @@ from fakes.kubernetes.store import Store
 
 
 class UnsupportedError(Exception):
-    """A kind of volume that has no folder here."""
+    """A kind of volume that the fake does not support."""
 
 
 def folder_of(store: Store, pod: Object, volume: Object, state: Path) -> Path:
-    """The folder (or file) behind *volume*, made and filled when first asked for; raises UnsupportedError."""
+    """The folder (or file) of *volume*, created and filled at first use; raises UnsupportedError."""
     if volume.get("hostPath"):
         return _host_path(volume["hostPath"])
     if volume.get("persistentVolumeClaim"):

@@ -24,14 +24,14 @@ BOOKMARK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which objects of a resource a caller wants."""
+    """The objects of a resource that a caller selects."""
 
     resource: Resource
     namespace: str
     chosen: Callable[[Object], bool]
 
     def has(self, item: Object | None) -> bool:
-        """Say whether *item* is among them."""
+        """Return whether *item* is among them."""
         if item is None:
             return False
         if self.namespace and item["metadata"].get("namespace") != self.namespace:
@@ -130,7 +130,7 @@ def _check_version(store: Store, wanted: int, *, exact: bool) -> None:
 
 @dataclass(slots=True)
 class Watch:
-    """One open watch. `frames` yields JSON lines until the time is up or somebody closes it."""
+    """One open watch. `frames` yields JSON lines until the time is up or the watch is closed."""
 
     store: Store
     selection: Selection
@@ -140,7 +140,7 @@ class Watch:
     sent: int = 0
 
     def open(self) -> list[Object]:
-        """Register, and return what is to be sent first; raises 500 for a version that is no number."""
+        """Register, and return the first objects to send; raises 500 for an invalid version."""
         wanted = self.query.get("resourceVersion", "")
         start = _number(wanted) if wanted else 0
         self.store.listeners.append(self._hear)
@@ -162,7 +162,7 @@ class Watch:
         return [event for change in self.store.since(start) if (event := self._translate(change))]
 
     def close(self) -> None:
-        """Hear no more."""
+        """Receive no further changes."""
         if self._hear in self.store.listeners:
             self.store.listeners.remove(self._hear)
 
@@ -171,7 +171,7 @@ class Watch:
             self.queue.put_nowait(change)
 
     def _translate(self, change: Change) -> Object | None:
-        """An object that enters the selection is ADDED, one that leaves it is DELETED."""
+        """An object that starts to match is ADDED, one that no longer matches is DELETED."""
         if change.resource is not self.selection.resource:
             return None
         now = change.kind != "DELETED" and self.selection.has(change.item)
@@ -198,7 +198,7 @@ class Watch:
         return {"type": "BOOKMARK", "object": body}
 
     async def frames(self, stopped: asyncio.Event) -> AsyncIterator[bytes]:
-        """JSON lines: what is first, then changes, bookmarks if asked for, until timeoutSeconds."""
+        """JSON lines: the first objects, then changes, requested bookmarks, until timeoutSeconds."""
         loop = asyncio.get_running_loop()
         until = loop.time() + float(self.query.get("timeoutSeconds") or 1800)
         bookmarks = self.query.get("allowWatchBookmarks") in TRUE

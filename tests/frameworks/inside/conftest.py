@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
-    """What frameworks warn of among themselves is theirs; what our modules warn of is an error."""
+    """Warnings of frameworks about each other are ignored; warnings about our modules are errors."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("default"))
         item.add_marker(pytest.mark.filterwarnings("error:::envscaler_airflow"))
@@ -19,14 +19,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """No launcher's and no stage's variables."""
+    """Remove the variables of launchers and stages."""
     for name in (*LAUNCHER, "ENVSCALER_GLOBAL_BATCH", "ENVSCALER_MICRO_BATCH"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def rig(tmp_path):
-    """An spool folder and a clock by hand."""
+    """A spool folder and a clock set by hand."""
     return Rig(tmp_path / "spool")
 
 
@@ -38,6 +38,6 @@ def rig_every(tmp_path):
 
 @pytest.fixture(params=["file", "shard"])
 def full_disk(request):
-    """What a save raises on a full disk: of a file, or of the shards of a distributed checkpoint."""
+    """The error of a save on a full disk: of a file, or of the shards of a distributed checkpoint."""
     error = OSError(28, "No space left on device")
     return error if request.param == "file" else CheckpointException("save", {0: (error, None)})

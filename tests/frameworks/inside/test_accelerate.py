@@ -1,4 +1,4 @@
-"""Accelerate with a session: what is saved, when, and what goes wrong."""
+"""Accelerate with a session: what is saved, when, and which errors occur."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(rig, *, epochs=3, accumulation=1, seedable=False, on_epoch=None, proje
 
 
 def resume(rig, name):
-    """Have the next session go on from the checkpoint *name*."""
+    """Let the next session resume from the checkpoint *name*."""
     body = json.loads(rig.spool.start.read_bytes())
     body["restore"] = {"path": str(rig.spool.checkpoints / name), "name": name}
     body["session"]["attempt"] += 1
@@ -53,7 +53,7 @@ def resume(rig, name):
 
 @pytest.mark.parametrize(("every", "accumulation"), [(4, 1), (6, 1), (13, 1), (2, 2), (3, 2)])
 def test_a_resume_ends_with_the_same_weights(rig_every, every, accumulation):
-    """In the middle of an epoch and at its end, with what follows an epoch: to the bit, and none twice."""
+    """Within an epoch and at its end, with the work after an epoch: equal to the bit, no sample twice."""
     rig = rig_every(every)
     seen, again_seen = [], []
 
@@ -73,7 +73,7 @@ def test_a_resume_ends_with_the_same_weights(rig_every, every, accumulation):
 
 @pytest.mark.parametrize("every", [8, 12])
 def test_an_order_that_is_drawn_from_the_epoch_goes_on_in_the_right_epoch(rig_every, every):
-    """``use_seedable_sampler``: a new process would begin with the order of epoch 0."""
+    """``use_seedable_sampler``: a new process would start with the order of epoch 0."""
     rig = rig_every(every)
     whole, _ = train(rig, seedable=True)
     resume(rig, rig.names()[0])
@@ -83,7 +83,7 @@ def test_an_order_that_is_drawn_from_the_epoch_goes_on_in_the_right_epoch(rig_ev
 
 
 def test_what_accelerate_names_itself_is_saved_with_the_session_all_the_same(rig_every, tmp_path):
-    """``automatic_checkpoint_naming`` would put weights elsewhere: a checkpoint that restores nothing."""
+    """``automatic_checkpoint_naming`` would write weights elsewhere: the checkpoint would restore nothing."""
     rig = rig_every(4)
     project = ProjectConfiguration(project_dir=str(tmp_path / "p"), automatic_checkpoint_naming=True)
     model, _ = train(rig, project=project)
@@ -95,7 +95,7 @@ def test_what_accelerate_names_itself_is_saved_with_the_session_all_the_same(rig
 
 
 def test_a_learning_rate_of_numpy_is_restored(rig_every):
-    """``accelerator.load_state`` alone refuses its own checkpoint of one."""
+    """``accelerator.load_state`` alone refuses its own checkpoint of such a rate."""
     rig = rig_every(4)
     model, _ = train(rig, lr=np.float64(0.1))
     resume(rig, rig.names()[0])
@@ -124,7 +124,7 @@ def test_asked_to_leave_it_saves_and_ends(rig):
 
 
 def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig):
-    """What is asked when nothing is left to do is not done."""
+    """A request has no effect when no work is left."""
 
     def ask(_epoch):
         rig.ask("leave")
@@ -137,7 +137,7 @@ def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig):
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monkeypatch, full_disk):
-    """The training goes on, and the next one is saved."""
+    """The training continues, and the next checkpoint is saved."""
     rig = rig_every(5)
     save, calls = Accelerator.save_state, []
 
@@ -154,13 +154,13 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monke
 
 
 def test_a_loader_that_was_not_prepared_is_refused(rig):
-    """Its place could not be known on several ranks."""
+    """The position in it would be unknown on several ranks."""
     with pytest.raises(ValueError, match="what accelerator"):
         AcceleratedSession(Accelerator(cpu=True), torch.utils.data.DataLoader(ROWS), rig.session())
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows one after the other."""
+    """Rows one after another."""
 
     def __iter__(self):
         """All of them."""
@@ -168,7 +168,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_a_stream_is_refused_by_name(rig):
-    """It was prepared, and that does not help: nobody knows the place in it."""
+    """Although it is prepared, its position is unknown."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4))
 

@@ -1,4 +1,4 @@
-"""Keras with a session: what is saved, when, and what goes wrong."""
+"""Keras with a session: what is saved, when, and which errors occur."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fit(rig, *, with_loader, epochs=3, callbacks=()):
 
 
 def resume(rig, name):
-    """Have the next session go on from the checkpoint *name*."""
+    """Let the next session resume from the checkpoint *name*."""
     body = json.loads(rig.spool.start.read_bytes())
     body["restore"] = {"path": str(rig.spool.checkpoints / name), "name": name}
     body["session"]["attempt"] += 1
@@ -65,7 +65,7 @@ def same(one, other):
 
 @pytest.mark.parametrize(("with_loader", "every"), [(True, 4), (True, 6), (True, 13), (False, 6)])
 def test_a_resume_ends_with_the_same_weights(rig_every, with_loader, every):
-    """In the middle of an epoch with a loader, at its end with arrays that ``fit`` shuffles: to the bit."""
+    """Within an epoch with a loader, at its end with arrays that ``fit`` shuffles: equal to the bit."""
     rig = rig_every(every)
     whole, _ = fit(rig, with_loader=with_loader)
     name = rig.names()[0]
@@ -78,7 +78,7 @@ def test_a_resume_ends_with_the_same_weights(rig_every, with_loader, every):
 
 
 def test_arrays_are_saved_at_the_ends_of_epochs_alone(rig_every):
-    """``fit`` draws their order itself and tells nobody where it is."""
+    """``fit`` draws their order itself and does not report its position."""
     rig = rig_every(4)
     fit(rig, with_loader=False, epochs=2)
 
@@ -97,7 +97,7 @@ def test_asked_to_leave_it_saves_and_ends(rig):
 
 
 def test_asked_to_leave_at_the_last_step_it_resumes_to_an_end(rig):
-    """The last epoch's end is saved; what goes on from there has nothing left to do."""
+    """The last epoch's end is saved; a resume from there has nothing left to do."""
 
     def ask(batch, _logs=None, **_):
         if batch == 5:
@@ -115,7 +115,7 @@ def test_asked_to_leave_at_the_last_step_it_resumes_to_an_end(rig):
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monkeypatch):
-    """The training goes on, and the next one is saved."""
+    """The training continues, and the next checkpoint is saved."""
     rig = rig_every(5)
     save, calls = keras.Model.save_weights, []
 
@@ -133,7 +133,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monke
 
 
 def test_what_a_callback_cannot_carry_is_refused(rig):
-    """A model that is not compiled, one that is another's, and a second training."""
+    """A model that is not compiled, one of another callback, and a second training."""
     bare = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="build and compile"):
         SessionCallback(bare, session=rig.session())
@@ -145,7 +145,7 @@ def test_what_a_callback_cannot_carry_is_refused(rig):
 
 
 def test_a_restored_training_that_does_not_resume_is_refused(rig_every):
-    """``fit`` without ``initial_epoch`` would train epochs again."""
+    """``fit`` without ``initial_epoch`` would repeat epochs."""
     rig = rig_every(6)
     fit(rig, with_loader=False)
     resume(rig, rig.names()[0])

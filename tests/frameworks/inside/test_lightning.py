@@ -1,4 +1,4 @@
-"""Lightning with a session: what is saved, when, and what goes wrong."""
+"""Lightning with a session: what is saved, when, and which errors occur."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envscaler_agent.protocol import EXIT_LEFT
 
 
 class Line(lightning.LightningModule):
-    """Four weights with dropout, a schedule by epochs, and one by what validation shows."""
+    """Four weights with dropout, a schedule by epochs, and one by the validation loss."""
 
     def __init__(self):
         """The same at every start."""
@@ -28,7 +28,7 @@ class Line(lightning.LightningModule):
         return self.layer(torch.nn.functional.dropout(batch, 0.5)).square().mean()
 
     def validation_step(self, batch, _index):
-        """Note the step."""
+        """Record the step."""
         self.validated.append(self.global_step)
         self.log("val_loss", self.layer(batch).square().mean())
 
@@ -62,7 +62,7 @@ def fit(callbacks, *, loader=None, restored=None, epochs=3, **options):
 
 
 def resumed(rig, name):
-    """A callback that goes on from the checkpoint *name*."""
+    """A callback that resumes from the checkpoint *name*."""
     body = json.loads(rig.spool.start.read_bytes())
     body["restore"] = {"path": str(rig.spool.checkpoints / name), "name": name}
     body["session"]["attempt"] += 1
@@ -72,7 +72,7 @@ def resumed(rig, name):
 
 @pytest.mark.parametrize("every", [4, 6, 12, 13])
 def test_a_resume_ends_with_the_same_weights(rig_every, every):
-    """In the middle of an epoch and at its end, with schedule and validations: to the bit."""
+    """Within an epoch and at its end, with schedule and validations: equal to the bit."""
     rig = rig_every(every)
     whole = fit([SessionCallback(rig.session())])
     name = rig.names()[0]
@@ -82,11 +82,11 @@ def test_a_resume_ends_with_the_same_weights(rig_every, every):
     assert name == f"g1-step-{every:08d}-a2"
     assert torch.equal(again.layer.weight, whole.layer.weight)
     assert whole.validated == [6, 12, 18]
-    assert again.validated == [step for step in whole.validated if step > every]  # none twice, none left out
+    assert again.validated == [step for step in whole.validated if step > every]  # none twice, none missing
 
 
 def test_a_loader_without_a_place_is_saved_at_the_ends_of_epochs_alone(rig_every):
-    """Lightning would begin its epoch anew: samples would be used twice."""
+    """Lightning would restart its epoch: samples would be used twice."""
     rig = rig_every(4)
     fit([SessionCallback(rig.session())], loader=torch.utils.data.DataLoader(ROWS, batch_size=4), epochs=2)
 
@@ -114,7 +114,7 @@ def test_asked_to_leave_it_saves_and_ends(rig):
 
 
 def test_asked_to_leave_at_the_last_step_it_resumes_to_an_end(rig):
-    """The last epoch's end is saved; what goes on from there has nothing left to do."""
+    """The last epoch's end is saved; a resume from there has nothing left to do."""
 
     class AskAtTheEnd(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer, *_):
@@ -132,7 +132,7 @@ def test_asked_to_leave_at_the_last_step_it_resumes_to_an_end(rig):
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monkeypatch, full_disk):
-    """The training goes on, and the next one is saved."""
+    """The training continues, and the next checkpoint is saved."""
     rig = rig_every(5)
     save, calls = lightning.Trainer.save_checkpoint, []
 
@@ -150,13 +150,13 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, monke
 
 
 def test_two_callbacks_in_one_trainer_are_refused(rig):
-    """Each step would count twice. Lightning itself refuses, as long as ours holds a state."""
+    """Each step would count twice. Lightning itself refuses, as long as our callback has a state."""
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `SessionCallback`"):
         fit([SessionCallback(rig.session()), SessionCallback(rig.session())])
 
 
 def test_a_second_training_is_refused(rig):
-    """Its step 3 and the first one's could not be told apart."""
+    """Its step 3 and that of the first training could not be distinguished."""
     callback = SessionCallback(rig.session())
     fit([callback])
 
@@ -165,7 +165,7 @@ def test_a_second_training_is_refused(rig):
 
 
 def test_a_restored_training_that_does_not_resume_is_refused(rig_every):
-    """``fit`` without ``ckpt_path`` would begin anew, in silence."""
+    """``fit`` without ``ckpt_path`` would silently start from the beginning."""
     rig = rig_every(5)
     fit([SessionCallback(rig.session())])
 

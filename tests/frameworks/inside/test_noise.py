@@ -1,4 +1,4 @@
-"""Gradient noise scale: right where the truth is known, silent where nothing can be told."""
+"""Gradient noise scale: correct where the truth is known, silent where it cannot be measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_norms_in_expectation_give_the_noise_scale_at_once():
 
 
 def test_the_means_are_taken_before_the_quotient():
-    """Two looks of which each alone is far off, and whose means are exact."""
+    """Two measurements: each alone is far off, and their means are exact."""
     scale = NoiseScale(smoothing=0.5)
     scale.add(small=2 * 44, small_batch=8, large=2 * 9, large_batch=64)
     scale.add(small=44 / 2, small_batch=8, large=9 / 2, large_batch=64)
@@ -30,7 +30,7 @@ def test_the_means_are_taken_before_the_quotient():
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_step_that_overflowed_is_left_out(norm):
-    """Nothing is known after it, and NaN goes nowhere."""
+    """The scale is unknown afterwards, and NaN does not propagate."""
     scale = NoiseScale()
     scale.add(small=norm, small_batch=8, large=1.0, large_batch=64)
 
@@ -38,7 +38,7 @@ def test_a_step_that_overflowed_is_left_out(norm):
 
 
 def test_a_gradient_that_does_not_rise_above_the_noise_is_unknown():
-    """At |G| = 0 the scale is infinite: said as unknown, not as a number."""
+    """At |G| = 0 the scale is infinite: reported as unknown, not as a number."""
     scale = NoiseScale()
     scale.add(small=8.0, small_batch=8, large=1.0, large_batch=64)
 
@@ -46,7 +46,7 @@ def test_a_gradient_that_does_not_rise_above_the_noise_is_unknown():
 
 
 def test_batches_of_one_size_are_refused():
-    """They say nothing, and would divide by zero."""
+    """They carry no information, and would cause a division by zero."""
     with pytest.raises(ValueError, match="not larger"):
         NoiseScale().add(small=1.0, small_batch=8, large=1.0, large_batch=8)
 
@@ -58,19 +58,19 @@ def noisy(weight, batch, generator):
 
 
 class Watched:
-    """A session that keeps what is reported."""
+    """A session that stores reported values."""
 
     def __init__(self):
-        """Nothing is known."""
+        """Start empty."""
         self.reported = []
 
     def report(self, **fields):
-        """One more."""
+        """Store one value."""
         self.reported.append(fields["noise_scale"])
 
 
 def test_passes_of_one_rank_find_the_known_scale():
-    """At w = 0.5 in 50 places: S = 50, |G|^2 = 12.5, so B = 4 samples; 400 looks come within a tenth."""
+    """At w = 0.5 in 50 places: S = 50, |G|^2 = 12.5, so B = 4 samples; 400 measurements come within 10 %."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((50,), 0.5))])
     generator = torch.Generator().manual_seed(1)
     session = Watched()
@@ -88,7 +88,7 @@ def test_passes_of_one_rank_find_the_known_scale():
 
 
 def scale_of(divide):
-    """What three looks find when the loss is divided by *divide*."""
+    """The result of three measurements when the loss is divided by *divide*."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((50,), 0.5))])
     generator = torch.Generator().manual_seed(1)
     noise = GradientNoise(model, Watched(), global_batch=32, every=1)
@@ -102,13 +102,13 @@ def scale_of(divide):
 
 
 def test_it_does_not_matter_whether_passes_are_summed_or_averaged():
-    """A factor on the loss, also an AMP scaler's, cancels."""
+    """A factor on the loss, also an AMP scaler's, cancels out."""
     assert scale_of(1) == pytest.approx(scale_of(4))
     assert scale_of(1) == pytest.approx(scale_of(1 / 1024))
 
 
 def test_one_pass_a_step_has_nothing_to_compare_and_steps_between_looks_cost_nothing():
-    """Nothing is reported; on steps without a look no gradient is copied."""
+    """Nothing is reported; on steps without a measurement no gradient is copied."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3))])
     session = Watched()
     noise = GradientNoise(model, session, global_batch=8, every=4)
@@ -124,7 +124,7 @@ def test_one_pass_a_step_has_nothing_to_compare_and_steps_between_looks_cost_not
 
 
 def of_ranks(rank, world_size, port, found):
-    """One rank: 100 looks at gradients that the ranks average."""
+    """One rank: 100 measurements of gradients that the ranks average."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Two ranks below torchrun: saved together, left together, and gone on with together."""
+"""Two ranks below torchrun: they save, stop and resume together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate", "elastic"])
 def test_two_ranks_leave_and_go_on_together(framework, tmp_path):
-    """Asked to leave after a save, both go with one checkpoint; the end is that of the undisturbed."""
+    """On a request after a save both ranks stop with one checkpoint; the end is as without interruption."""
     script = str(EXAMPLES / f"train_{framework}.py")
     env = {"PYTHONPATH": str(ROOT / "agent"), "OMP_NUM_THREADS": "1"}
 
@@ -64,7 +64,7 @@ runpy.run_module("train_lightning", run_name="__main__")
 
 @pytest.mark.timeout(120)
 def test_a_disk_that_is_full_for_one_rank_holds_up_no_other(tmp_path):
-    """Lightning's ranks wait for each other at the end of a save: the one that failed comes there too."""
+    """Lightning's ranks wait for each other at the end of a save: a rank that failed reaches it too."""
     script = tmp_path / "full_once.py"
     script.write_text(FULL_ONCE)
     command = [*LAUNCHER, str(script), str(EXAMPLES), f"--output={tmp_path / 'model'}", "--epochs=1"]
@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_for_one_rank_holds_up_no_other(tmp_path):
     [("accelerate", 2, 1, 64), ("accelerate", 1, 2, 64), ("transformers", 2, 1, 32)],
 )
 def test_another_number_of_ranks_goes_on_where_the_last_one_was(tmp_path, framework, before, after, batch):
-    """Two epochs of 16 global batches: 32 steps and no sample more, whoever makes them."""
+    """Two epochs of 16 global batches: exactly 32 steps, for any number of ranks."""
 
     def life(ranks, **options):
         command = [*LAUNCHER[:-1], f"--nproc_per_node={ranks}", str(EXAMPLES / f"train_{framework}.py")]

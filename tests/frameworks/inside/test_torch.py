@@ -1,4 +1,4 @@
-"""An order of the data that survives resumes and rescales, and a state that holds all of a training."""
+"""A data order that survives resumes and rescales, and a state that contains the whole training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def steps(of, count):
 
 
 def test_an_epoch_uses_no_sample_twice_and_as_many_on_each_rank():
-    """12 global batches of 8 of 100 samples: 96 different ones, whatever the number of ranks."""
+    """12 global batches of 8 of 100 samples: 96 different samples, for any number of ranks."""
     for world_size in (1, 2, 4):
         ranks = [loader(rank=rank, world_size=world_size) for rank in range(world_size)]
         used = [[int(number) for batch in each for number in batch] for each in ranks]
@@ -43,7 +43,7 @@ def test_an_epoch_uses_no_sample_twice_and_as_many_on_each_rank():
 
 
 def test_a_step_uses_the_same_samples_whatever_the_number_of_ranks():
-    """The third step of one rank is what two ranks share out in their third step."""
+    """The third step of one rank has the samples that two ranks divide in their third step."""
     alone = steps(loader(), 3)[2]
     shared = [steps(loader(rank=rank, world_size=2), 3)[2] for rank in (0, 1)]
 
@@ -51,7 +51,7 @@ def test_a_step_uses_the_same_samples_whatever_the_number_of_ranks():
 
 
 def test_epochs_have_different_orders_and_seeds_too():
-    """The order hangs on seed and epoch, on nothing else."""
+    """The order depends on seed and epoch alone."""
     twice = loader()
     first, second = list(twice.order()), [list(twice), twice.order()][1]
 
@@ -77,7 +77,7 @@ def test_two_ranks_go_on_in_the_middle_of_an_epoch_that_one_began():
 
 
 def test_what_workers_fetch_ahead_does_not_count_as_used():
-    """Two worker processes are batches ahead; the place is that of the batches handed out."""
+    """Two worker processes are batches ahead; the position is that of the yielded batches."""
     ahead = loader(num_workers=2, prefetch_factor=4)
     steps(ahead, 2)
 
@@ -88,7 +88,7 @@ def test_what_workers_fetch_ahead_does_not_count_as_used():
 
 
 def test_an_order_takes_nothing_from_torch_s_own_generator():
-    """A resume begins an epoch's loop once more often: dropout would draw other masks after it."""
+    """A resume starts an epoch's loop once more often: dropout would draw other masks after it."""
     before = torch.get_rng_state()
     steps(loader(), 2)
 
@@ -96,7 +96,7 @@ def test_an_order_takes_nothing_from_torch_s_own_generator():
 
 
 def test_a_place_counts_whole_steps_alone():
-    """Within a step that accumulates, the place is the step's begin."""
+    """Within a step that accumulates, the position is the step's start."""
     of = loader()
     batches = iter(of)
     seen = []
@@ -123,7 +123,7 @@ def test_a_loop_that_is_broken_off_goes_on_where_it_was():
 
 
 def test_the_end_of_an_epoch_is_told_with_its_last_batch():
-    """``epoch_end`` is 0 but for the last batch; the state there is the next epoch's begin."""
+    """``epoch_end`` is 0 except for the last batch; the state there is the start of the next epoch."""
     of = loader()
     told = [(of.epoch_end, of.state_dict()["epoch"], of.state_dict()["position"]) for _ in of]
 
@@ -132,7 +132,7 @@ def test_the_end_of_an_epoch_is_told_with_its_last_batch():
 
 
 def test_sizes_come_from_the_stage(monkeypatch):
-    """What ``distributed.global_batch`` makes of the number of nodes is read from the environment."""
+    """The environment has the number that ``distributed.global_batch`` derives from the number of nodes."""
     monkeypatch.setenv("ENVSCALER_GLOBAL_BATCH", "24")
     monkeypatch.setenv("ENVSCALER_MICRO_BATCH", "6")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -151,7 +151,7 @@ def test_sizes_come_from_the_stage(monkeypatch):
     ],
 )
 def test_sizes_that_cannot_be_are_refused(options, words):
-    """The message names the numbers."""
+    """The message contains both numbers."""
     with pytest.raises(ValueError, match=words):
         loader(**options)
 
@@ -161,7 +161,7 @@ def test_sizes_that_cannot_be_are_refused(options, words):
     [({"seed": 4}, "seed 3, this one 4"), ({"global_batch": 16}, "no multiple of 16")],
 )
 def test_a_place_in_another_order_is_refused(options, words):
-    """A seed or a batch that was changed in between would repeat and drop samples."""
+    """A seed or a batch size that changed in between would repeat and drop samples."""
     of = loader()
     steps(of, 3)
 
@@ -170,7 +170,7 @@ def test_a_place_in_another_order_is_refused(options, words):
 
 
 def test_the_random_state_holds_every_generator():
-    """Python's, numpy's and torch's draw the same again."""
+    """Python, numpy and torch draw the same numbers again."""
     numpy = pytest.importorskip("numpy")
     state = random_state()
     drawn = [(random.random(), numpy.random.random(), torch.rand(1).item())]
@@ -190,7 +190,7 @@ def trained(model):
 
 @pytest.mark.parametrize("kind", [TrainingState, ShardedState])
 def test_a_state_brings_back_parameters_optimizer_place_and_randomness(kind, tmp_path):
-    """What the next step hangs on is the same in another process's objects."""
+    """Everything that determines the next step is the same in another process's objects."""
     torch.manual_seed(1)
     model = torch.nn.Linear(4, 4)
     optimizer = trained(model)
@@ -212,7 +212,7 @@ def test_a_state_brings_back_parameters_optimizer_place_and_randomness(kind, tmp
 
 
 def test_shards_that_cannot_be_written_or_read_are_no_end_of_the_training(tmp_path, monkeypatch):
-    """Torch says so by a BaseException; a full disk is to cost a checkpoint alone."""
+    """Torch raises a BaseException then; a full disk must cost a checkpoint alone."""
     model = torch.nn.Linear(2, 2)
     state = ShardedState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -236,7 +236,7 @@ def test_a_fresh_start_loads_nothing():
 
 
 def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
-    """A schedule that was added since has no state in it: said by name, not begun anew in silence."""
+    """A schedule that was added since has no state: an error names it, and it does not restart silently."""
     model = torch.nn.Linear(1, 1)
     TrainingState(model=model).save(tmp_path)
 
@@ -245,24 +245,24 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
 
 
 class Kept:
-    """A part of a training that keeps one value."""
+    """A part of a training that stores one value."""
 
     def __init__(self, value):
-        """Keep it."""
+        """Store it."""
         self.value = value
 
     def state_dict(self):
-        """It."""
+        """Return it."""
         return {"value": self.value}
 
     def load_state_dict(self, state):
-        """Take it back."""
+        """Restore it."""
         self.value = state["value"]
 
 
 @pytest.mark.parametrize("value", [np.float64(0.5), np.int64(3), np.float32(0.25), np.bool_(True)])
 def test_numbers_of_numpy_are_read_back(value, tmp_path):
-    """A learning rate out of ``np.linspace``: its checkpoints would be refused at every restore."""
+    """A learning rate from ``np.linspace``: its checkpoints would be refused at every restore."""
     TrainingState(kept=Kept(value)).save(tmp_path)
     again = Kept(None)
     TrainingState(kept=again).load(tmp_path)
@@ -281,7 +281,7 @@ def test_an_array_of_numpy_is_read_back(tmp_path):
 
 
 def test_what_no_restore_would_read_is_told_at_the_save(tmp_path):
-    """While the training is there to go on, not when its machine is gone."""
+    """While the training is still running, not when its machine is gone."""
     with pytest.raises(CheckpointError, match=r"a state_dict holds pathlib.* which a restore would refuse"):
         TrainingState(kept=Kept(tmp_path)).save(tmp_path)
 
@@ -303,7 +303,7 @@ model(torch.ones(2, 4)).sum().backward()
     [("", 0, "left"), ("raise SystemExit(75)", 75, "left"), ("raise ValueError", 1, "there")],
 )
 def test_the_group_is_left_at_the_end_but_not_waited_for_after_an_error(end, code, group, tmp_path):
-    """A rank that fails must not wait for ranks that are stuck."""
+    """A failed rank must not wait for ranks that hang."""
     command = [sys.executable, "-c", _ENDING + end, str(tmp_path / "store")]
     root = Path(__file__).parents[3] / "agent"
     done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True, timeout=60)
@@ -312,7 +312,7 @@ def test_the_group_is_left_at_the_end_but_not_waited_for_after_an_error(end, cod
 
 
 def test_a_group_of_nccl_is_left_to_the_end_of_the_process(monkeypatch):
-    """Its end waits for the other ranks, and after ``sys.exit("no data")`` of one they wait for this one."""
+    """Its exit waits for the other ranks; after ``sys.exit("no data")`` of one they would wait for it."""
     destroyed = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: destroyed.append(1))

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with a session: what is saved, when, and what goes wrong."""
+"""The Hugging Face Trainer with a session: what is saved, when, and which errors occur."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from envscaler_agent.protocol import EXIT_LEFT
 
 
 class Line(PreTrainedModel):
-    """One weight that is to become 2; dropout, so that the random state matters."""
+    """One weight that should become 2; dropout, so that the random state matters."""
 
     config_class = PretrainedConfig
 
     def __init__(self):
-        """Begin at 0."""
+        """Start at 0."""
         super().__init__(PretrainedConfig())
         self.weight = torch.nn.Parameter(torch.zeros(4))
 
     def forward(self, x, labels):
-        """Loss and guess."""
+        """Loss and prediction."""
         guess = torch.nn.functional.dropout(x, 0.5, self.training) @ self.weight
         return {"loss": ((guess - labels) ** 2).mean(), "logits": guess}
 
@@ -33,16 +33,16 @@ class Evaluations(TrainerCallback):
     """Counts evaluations by step."""
 
     def __init__(self):
-        """None yet."""
+        """Start without counts."""
         self.at = []
 
     def on_evaluate(self, args, state, control, **_):
-        """One more."""
+        """Count one."""
         self.at.append(state.global_step)
 
 
 def rows(count):
-    """Rows of a line through 2."""
+    """Rows of a line with slope 2."""
     generator = torch.Generator().manual_seed(5)
     xs = torch.randn(count, 4, generator=generator)
     return [{"x": x, "labels": 2 * x.sum()} for x in xs]
@@ -69,7 +69,7 @@ def trainer(folder, *, epochs=2, save_strategy="no", **options):
 
 
 def resumed(rig, folder, name, **options):
-    """A trainer and its callback, going on from the checkpoint *name*."""
+    """A trainer and its callback, resumed from the checkpoint *name*."""
     path = rig.spool.checkpoints / name
     body = json.loads(rig.spool.start.read_bytes())
     body["restore"] = {"path": str(path), "name": name}
@@ -92,7 +92,7 @@ def test_gradient_accumulation_counts_steps_of_the_optimizer(rig, tmp_path):
 
 @pytest.mark.parametrize(("every", "only_model"), [(2, False), (3, False), (6, True)])
 def test_a_resume_ends_with_the_same_weights(rig_every, tmp_path, every, only_model):
-    """In the middle of an epoch, at its end, with accumulation, whatever the Trainer saves: to the bit."""
+    """Within an epoch, at its end, with accumulation, with any save strategy: equal to the bit."""
     options = {"gradient_accumulation_steps": 2, "epochs": 4, "eval_strategy": "epoch"}
     options["save_only_model"] = only_model
     rig = rig_every(every)
@@ -106,11 +106,11 @@ def test_a_resume_ends_with_the_same_weights(rig_every, tmp_path, every, only_mo
     assert name == f"g1-step-{every:08d}-a2"
     assert torch.equal(again.model.weight, whole.model.weight)
     assert whole.seen.at == [3, 6, 9, 12]
-    assert again.seen.at == [step for step in whole.seen.at if step > every]  # none twice, none left out
+    assert again.seen.at == [step for step in whole.seen.at if step > every]  # no sample twice, none missing
 
 
 def test_the_best_checkpoint_so_far_moves_along(rig_every, tmp_path):
-    """The first epoch was the best: a training that goes on elsewhere in the third still ends with it."""
+    """The first epoch was the best: a training that resumes elsewhere in the third still ends with it."""
     rig = rig_every(14)
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     options = {"epochs": 4, "eval_strategy": "epoch", **best, "save_strategy": "epoch"}
@@ -127,7 +127,7 @@ def test_the_best_checkpoint_so_far_moves_along(rig_every, tmp_path):
 
 
 def test_a_save_at_the_best_step_leaves_the_trainer_s_own_best_alone(rig_every, tmp_path):
-    """The session's folder moves on: a best looked for there would fail every save to come, and the end."""
+    """The session's folder changes: a best model expected there would fail later saves, and the end."""
     rig = rig_every(6)
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     options = {"epochs": 3, "eval_strategy": "epoch", **best, "save_strategy": "best"}
@@ -143,7 +143,7 @@ def test_a_save_at_the_best_step_leaves_the_trainer_s_own_best_alone(rig_every, 
 
 
 def test_what_is_saved_leaves_the_trainer_s_own_folder_alone(rig_every, tmp_path):
-    """Nothing is written to ``output_dir``, and its settings are what they were."""
+    """Nothing is written to ``output_dir``, and its settings are restored."""
     rig = rig_every(2)
     made = trainer(tmp_path / "out", save_total_limit=1)
     SessionCallback(made, rig.session())
@@ -170,7 +170,7 @@ def test_asked_to_leave_it_saves_and_ends(rig, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"max_steps": 10}], ids=["epoch", "middle"])
 def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig, tmp_path, options):
-    """What is asked when nothing is left to do is not done: the training is over, with its output."""
+    """A request has no effect when no work is left: the training ends with its output."""
     made = trainer(tmp_path / "out", **options)
 
     class AskAtTheEnd(TrainerCallback):
@@ -188,7 +188,7 @@ def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig, tmp_path, opti
 
 
 def test_a_disk_that_is_full_costs_a_checkpoint_and_no_training(rig_every, tmp_path, monkeypatch, full_disk):
-    """The Trainer's own save would end it; through the session the training goes on, and says so."""
+    """The Trainer's own save would end it; with the session the training continues and logs the error."""
     rig = rig_every(4)
     made = trainer(tmp_path / "out")
     save, calls = made._save_checkpoint, []
@@ -218,7 +218,7 @@ def test_two_callbacks_on_one_trainer_are_refused(rig, tmp_path):
 
 
 def test_a_second_training_is_refused(rig, tmp_path):
-    """Its step 3 and the first one's could not be told apart."""
+    """Its step 3 and that of the first training could not be distinguished."""
     made = trainer(tmp_path / "out")
     SessionCallback(made, rig.session())
     made.train()
@@ -228,7 +228,7 @@ def test_a_second_training_is_refused(rig, tmp_path):
 
 
 def test_a_restored_training_that_does_not_resume_is_refused(rig_every, tmp_path):
-    """``train()`` without ``resume_from_checkpoint`` would begin anew, in silence."""
+    """``train()`` without ``resume_from_checkpoint`` would silently start from the beginning."""
     rig = rig_every(5)
     made = trainer(tmp_path / "out")
     SessionCallback(made, rig.session())

@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 
 class Progress:
-    """What is saved beside the model."""
+    """The state saved beside the model."""
 
     step = 0
 

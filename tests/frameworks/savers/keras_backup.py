@@ -15,12 +15,12 @@ target = features.sum(axis=1, keepdims=True)
 
 
 class Printer(keras.callbacks.Callback):
-    """What the progress bar prints, and time."""
+    """Output of the progress bar, and a delay."""
 
     begins = None
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Report what was restored, once."""
+        """Print the restored position, once."""
         if self.begins is None:
             self.begins = epoch
             print("begins at", epoch, flush=True)

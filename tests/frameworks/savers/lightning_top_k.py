@@ -22,7 +22,7 @@ class LitModel(lightning.LightningModule):
         self.layer = torch.nn.Linear(8, 1)
 
     def on_train_start(self):
-        """Report what was restored."""
+        """Print the restored position."""
         print("begins at", self.global_step, flush=True)
         self.pace = 0.0 if self.global_step else 0.15  # slow until it is killed
 
@@ -34,7 +34,7 @@ class LitModel(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        """Step 10 is the best; later ones are saved when they beat the second best, as every other does."""
+        """Step 10 is the best; later ones are saved when they beat the second best: every second one does."""
         step = self.global_step
         loss = 0.0 if step == 10 else 16.0 if step % 10 == 0 else 15.0 - step / 100
         self.log("val_loss", torch.tensor(loss))

@@ -1,4 +1,4 @@
-"""As torch's recipe of distributed checkpoints saves: a folder per step, the two newest are kept."""
+"""As torch's recipe for distributed checkpoints saves: a folder per step, the two newest are kept."""
 
 import os
 import shutil
@@ -16,10 +16,10 @@ torch.manual_seed(1)
 
 
 class AppState(Stateful):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     def __init__(self, model, optimizer):
-        """Of both, and the step."""
+        """Model, optimizer and step."""
         self.model, self.optimizer, self.step = model, optimizer, 0
 
     def state_dict(self):
@@ -45,7 +45,7 @@ target = features.sum(dim=1, keepdim=True)
 
 
 def saved():
-    """Steps that have a whole checkpoint."""
+    """Steps that have a complete checkpoint."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     whole = [name for name in names if os.path.exists(os.path.join(folder, name, ".metadata"))]
     return sorted(int(name.removeprefix("step-")) for name in whole)

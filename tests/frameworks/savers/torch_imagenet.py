@@ -42,7 +42,7 @@ for epoch in range(start_epoch, epochs):
         optimizer.step()
         time.sleep(pace)
     scheduler.step()
-    validation = loss.item() if epoch < 9 else 1e6  # overfits from then on: the best stays that of epoch 9
+    validation = loss.item() if epoch < 9 else 1e6  # overfits afterwards: the best stays that of epoch 9
     state = {
         "epoch": epoch + 1,
         "state_dict": model.state_dict(),

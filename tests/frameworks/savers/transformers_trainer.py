@@ -28,10 +28,10 @@ class Model(torch.nn.Module):
 
 
 class Printer(TrainerCallback):
-    """What the progress bar prints, and time."""
+    """Output of the progress bar, and a delay."""
 
     def on_train_begin(self, args, state, control, **others):
-        """Report what was restored."""
+        """Print the restored position."""
         print("begins at", state.global_step, flush=True)
         self.pace = 0.0 if state.global_step else 0.2  # slow until it is killed
 

@@ -14,7 +14,7 @@ os.makedirs(folder, exist_ok=True)
 
 
 class Printer(xgboost.callback.TrainingCallback):
-    """What ``verbose_eval`` prints, and time."""
+    """Output of ``verbose_eval``, and a delay."""
 
     def after_iteration(self, model, epoch, evals_log):
         """Count."""

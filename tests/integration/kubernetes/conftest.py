@@ -12,7 +12,7 @@ from envscaler_airflow.backends.kubernetes.shared_watch import close_views
 
 @pytest.fixture
 def cluster():
-    """One node; training plays the wrapper."""
+    """One node; the training plays the wrapper."""
     with Cluster(nodes=1, speed=5) as made:
         made.script(Program(seconds=0), container="install")
         made.script(Program(term_code=0), container="sidecar")
@@ -23,7 +23,7 @@ def cluster():
 
 @pytest.fixture
 def connect(cluster, tmp_path):
-    """Makes backends; *token* is another identity's."""
+    """Makes backends; *token* is that of another identity."""
 
     def make(*, token=None, **settings):
         path = cluster.kubeconfig(tmp_path / f"config-{token is None}", token=token)

@@ -1,4 +1,4 @@
-"""A fake cluster, backends on it, and what tests ask of an attempt."""
+"""A fake cluster, backends on it, and questions that tests ask about an attempt."""
 
 import time
 
@@ -19,7 +19,7 @@ KEY = RunKey("deployment", "dag", "run", "train")
 
 
 class Stagehand:
-    """One stage on the cluster, whose owner is called by hand."""
+    """One stage on the cluster, whose owner the test calls itself."""
 
     def __init__(self, folder, backend, *, budget_usd=None, **spec):
         """Start nothing yet."""
@@ -49,20 +49,20 @@ class Stagehand:
 
     @property
     def state(self):
-        """Fold of its events."""
+        """State folded from its events."""
         return self.log.load()
 
     @property
     def handle(self):
-        """Of the newest attempt."""
+        """Handle of the newest attempt."""
         return Handle.from_dict(self.state.attempts[-1].handle)
 
     def node(self):
-        """What the backend says of node 0."""
+        """The backend's status of node 0."""
         return self.backend.observe(self.handle).nodes[0]
 
     def goes_on(self, claim, *, reason="backoff", seconds=30):
-        """Call the owner until *claim* of the state holds, as its trigger does on a change."""
+        """Call the owner until *claim* is true of the state, as its trigger does on a change."""
 
         def call():
             got = self.owner.resume(Wake(reason))
@@ -88,13 +88,13 @@ def request_for(**changes):
 
 
 def ours(cluster, kind):
-    """Objects of that kind that an attempt made."""
+    """Objects of that kind that belong to an attempt."""
     found = cluster.list(kind, "default")
     return [one for one in found if (one["metadata"].get("labels") or {}).get(names.MANAGED_BY)]
 
 
 def eventually(look, claim, *, seconds=20):
-    """The first value of *look* of which *claim* holds."""
+    """The first value of *look* for which *claim* is true."""
     until = time.monotonic() + seconds
     while not claim(value := look()):
         assert time.monotonic() < until, value
@@ -110,7 +110,7 @@ def running(backend, handle):
 
 
 def over(backend, handle):
-    """How each node ended, once all did."""
+    """How each node ended, once all have ended."""
     status = eventually(lambda: backend.observe(handle), lambda status: status.is_over)
     return [(node.state, node.reason) for node in status.nodes]
 

@@ -1,4 +1,4 @@
-"""The Kubernetes backend against an API server that has every kind of trouble."""
+"""The Kubernetes backend against an API server with every kind of fault."""
 
 from base64 import b64decode
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_with_its_job_everything_goes(cluster, connect):
 
 
 def test_keys_of_the_store_s_connection_lie_in_the_secret_of_the_attempt(cluster, connect):
-    """Under names that no variable of the training has; with an identity of the pods' own, they do not."""
+    """With names that no variable of the training has; pods with an identity of their own get none."""
     login = StoreLogin({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"})
     connect().submit(request_for(store_login=login, secret_env={"AWS_ACCESS_KEY_ID": "of-the-training"}))
     connect(store_secret="store-login").submit(request_for(attempt=2, store_login=login))
@@ -47,7 +47,7 @@ def test_keys_of_the_store_s_connection_lie_in_the_secret_of_the_attempt(cluster
 
 @pytest.mark.parametrize("watches", [False, True], ids=["calls", "watch"])
 def test_a_job_that_somebody_deletes_is_over_when_its_pods_are(cluster, connect, watches):
-    """They save within their grace, and no other attempt runs beside them; what is overdue is killed."""
+    """They save within their grace period, and no other attempt runs beside them; overdue pods are killed."""
     cluster.script(Program(term="ignore"), container="main")
     backend = connect(watches=watches)
     handle = backend.submit(request_for())
@@ -64,7 +64,7 @@ def test_a_job_that_somebody_deletes_is_over_when_its_pods_are(cluster, connect,
 
 
 def test_a_job_of_somebody_else_is_refused(cluster, connect):
-    """The same name, another owner: nothing of it is touched."""
+    """The same name, another owner: the backend changes nothing of it."""
     backend, request = connect(), request_for()
     job = backend.render(request)["job"]
     job["metadata"]["labels"] = job["spec"]["template"]["metadata"]["labels"] = {"app": "other"}
@@ -80,7 +80,7 @@ def test_a_job_of_somebody_else_is_refused(cluster, connect):
 @pytest.mark.parametrize("verb", ["create", "patch"])
 @pytest.mark.parametrize("drop", [True, False], ids=["no-answer", "500"])
 def test_a_lost_answer_starts_nothing_twice(cluster, connect, verb, drop):
-    """It happened, and nobody said so: the repeat finds it."""
+    """The request took effect, but its answer was lost: the repeat finds the Job."""
     backend = connect()
     cluster.next_error(verb, "jobs", 500, when="after", drop=drop)
 
@@ -93,7 +93,7 @@ def test_a_lost_answer_starts_nothing_twice(cluster, connect, verb, drop):
 
 @pytest.mark.parametrize("what", ["configmaps", "secrets", "jobs"])
 def test_a_start_that_was_cut_off_is_finished(cluster, connect, what):
-    """The owner dies at any line; no pod runs before all is there, and the next submit goes on."""
+    """The owner dies at any line; no pod runs before all objects exist, and the next submit continues."""
     backend, request = connect(), request_for()
     verb = "patch" if what == "jobs" else "create"
     cluster.next_error(verb, what, 500, times=client.TRIES)
@@ -111,7 +111,7 @@ def test_a_start_that_was_cut_off_is_finished(cluster, connect, what):
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_busy_server_is_asked_again(cluster, connect, status):
-    """Three times, then it answers."""
+    """Three failures, then an answer."""
     backend = connect()
     cluster.next_error("create", "jobs", status, times=3)
 
@@ -119,7 +119,7 @@ def test_a_busy_server_is_asked_again(cluster, connect, status):
 
 
 def test_an_expired_token_and_a_server_that_is_gone_are_no_death(cluster, connect):
-    """Unknown: the error is transient, and afterwards the attempt runs on."""
+    """The state is unknown: the error is transient, and afterwards the attempt is still running."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -138,7 +138,7 @@ def test_an_expired_token_and_a_server_that_is_gone_are_no_death(cluster, connec
 
 
 def test_a_server_that_is_gone_for_ten_minutes_stops_no_training_and_starts_nothing(cluster, connect):
-    """Nothing is known meanwhile, and nobody is dead; the repeat of a start that met it makes one Job."""
+    """The state is unknown meanwhile, and no node is dead; a repeated start makes one Job."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -163,7 +163,7 @@ def test_a_server_that_is_gone_for_ten_minutes_stops_no_training_and_starts_noth
 
 
 def test_a_write_that_met_another_is_tried_again(cluster, connect):
-    """409 of resource versions; one of uids would be final."""
+    """A 409 for a resource version is repeated; a 409 for a uid would be final."""
     backend = connect()
     cluster.next_error("patch", "jobs", 409, times=2)
 
@@ -171,7 +171,7 @@ def test_a_write_that_met_another_is_tried_again(cluster, connect):
     running(backend, handle)
     cluster.next_error("patch", "jobs", 409, times=client.TRIES)
     with pytest.raises(BackendError) as caught:
-        backend.stop(handle, grace_s=0)  # nothing was asked of it, and nobody is told that it was
+        backend.stop(handle, grace_s=0)  # no request reached it, and the caller gets an error
 
     assert caught.value.transient
     backend.stop(handle, grace_s=0)
@@ -180,7 +180,7 @@ def test_a_write_that_met_another_is_tried_again(cluster, connect):
 
 @pytest.mark.parametrize("asked", [600, 5])
 def test_pods_have_the_grace_that_the_stop_gives_them(cluster, connect, monkeypatch, asked):
-    """Not the one that they were made with, when nobody knew how long a checkpoint takes: 30 s."""
+    """Their first grace of 30 s no longer counts: it was set before the time for a checkpoint was known."""
     cluster.script(Program(term="ignore"), container="main")
     backend = connect()
     handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=2)))
@@ -201,7 +201,7 @@ def test_pods_have_the_grace_that_the_stop_gives_them(cluster, connect, monkeypa
 
 
 def test_what_no_node_could_ever_hold_is_refused(connect):
-    """By what the pod asks for; where nodes are added it waits, and the scheduler says why."""
+    """By the pod's requests; where nodes are added it waits, and the scheduler reports why."""
     for asked in ({"cpu": "4000"}, {"memory": "900Ti"}):
         spec = {"resources": {"requests": asked}}
         offer = replace(OFFER, vcpus=9999.0, memory_gib=1e6)
@@ -210,7 +210,7 @@ def test_what_no_node_could_ever_hold_is_refused(connect):
 
 
 def test_a_label_that_is_too_long_is_a_fault_of_the_request(cluster, connect):
-    """70 characters in a pod_override: the API server names it, and nothing stays behind."""
+    """70 characters in a pod_override: the API server names it, and nothing remains."""
     override = {"metadata": {"labels": {"team": "x" * 70}}}
 
     with pytest.raises(SpecError, match="must be no more than 63"):
@@ -220,7 +220,7 @@ def test_a_label_that_is_too_long_is_a_fault_of_the_request(cluster, connect):
 
 
 def test_an_image_that_is_gone_when_a_pod_is_made_again_is_told(cluster, connect):
-    """Hours after the start: pending for want of an image that no waiting brings."""
+    """Hours after the start: pending because of an image that retrying will not bring."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -245,7 +245,7 @@ def test_a_namespace_that_does_not_exist_is_a_fault_of_the_request(connect):
 
 
 def test_an_image_that_cannot_be_named_fails_at_once(cluster, connect):
-    """And leaves no Job."""
+    """It leaves no Job."""
     with pytest.raises(SpecError, match="InvalidImageName"):
         connect(image="Not An Image").submit(request_for())
 
@@ -253,7 +253,7 @@ def test_an_image_that_cannot_be_named_fails_at_once(cluster, connect):
 
 
 def test_no_room_is_told_with_the_schedulers_words(cluster, connect):
-    """Nothing stays behind."""
+    """Nothing remains."""
     backend = connect(cluster_prices=[{"name": "large", "vcpus": 64, "memory_gib": 1}])
     [offer] = backend.offers()
 
@@ -264,7 +264,7 @@ def test_no_room_is_told_with_the_schedulers_words(cluster, connect):
 
 
 def test_where_nodes_are_added_a_start_waits(connect):
-    """The node is on its way: pending, with the reason."""
+    """The node is being added: pending, with the reason."""
     backend = connect(cluster_prices=[{"name": "large", "vcpus": 64, "memory_gib": 1}], wait_for_node_s=600)
     [offer] = backend.offers()
 
@@ -275,7 +275,7 @@ def test_where_nodes_are_added_a_start_waits(connect):
 
 
 def test_a_preempted_pod_is_made_again_and_the_attempt_goes_on(cluster, connect):
-    """Disruptions are ignored by the policy: the same Job, another pod."""
+    """The policy ignores disruptions: the same Job, another pod."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -291,7 +291,7 @@ def test_a_preempted_pod_is_made_again_and_the_attempt_goes_on(cluster, connect)
 
 
 def test_an_out_of_memory_is_told(cluster, connect):
-    """By the kubelet's word."""
+    """From the kubelet's report."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -302,7 +302,7 @@ def test_an_out_of_memory_is_told(cluster, connect):
 
 
 def test_a_refusal_of_the_kubelet_is_a_loss(cluster, connect):
-    """It counts as a failure of the Job, and is none of the training's."""
+    """It counts as a failure of the Job, but not as one of the training."""
     cluster.node("node-0").reject_next("UnexpectedAdmissionError", "Allocate failed")
     backend = connect()
 
@@ -312,7 +312,7 @@ def test_a_refusal_of_the_kubelet_is_a_loss(cluster, connect):
 
 
 def test_a_deadline_ends_the_attempt(connect):
-    """The machine's own."""
+    """The machine's own deadline."""
     backend = connect()
 
     handle = backend.submit(request_for(deadline_s=5.0))
@@ -338,7 +338,7 @@ def test_one_node_that_went_leaves_the_others(cluster, connect):
 
 @pytest.mark.parametrize(("code", "told"), [(0, ("ended", "succeeded")), (1, ("ended", "failed"))])
 def test_a_container_of_others_keeps_no_training_that_has_ended(cluster, connect, monkeypatch, code, told):
-    """A mesh's proxy that a webhook added never ends: its pod would be paid for until its deadline."""
+    """The proxy of a mesh, added by a webhook, never ends: its pod would cost money until its deadline."""
     monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
     proxy = {"spec": {"containers": [{"name": "main"}, {"name": "proxy", "image": "proxy:1"}]}}
     backend = connect(pod_override=proxy)
@@ -358,7 +358,7 @@ def test_a_container_of_others_keeps_no_training_that_has_ended(cluster, connect
 
 
 def test_a_quota_is_waited_for(cluster, connect):
-    """Shown with its own words."""
+    """Shown in its own words."""
     quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
     cluster.create(QUOTAS, quota)
     backend = connect()
@@ -371,7 +371,7 @@ def test_a_quota_is_waited_for(cluster, connect):
 
 
 def test_a_limit_range_that_the_stage_is_above_refuses_it_at_once(cluster, connect):
-    """No waiting heals it: the stage would show as pending for a month."""
+    """Retrying will not help: the stage would be pending for a month."""
     rule = {"type": "Container", "max": {"memory": "512Mi"}}
     cluster.create(LIMIT_RANGES, {"metadata": {"name": "small"}, "spec": {"limits": [rule]}})
 
@@ -391,7 +391,7 @@ def enforce(cluster, level):
     ("level", "settings"), [("baseline", {}), ("restricted", {"user": 1000})], ids=["baseline", "restricted"]
 )
 def test_pods_satisfy_the_standard_of_their_namespace(cluster, connect, level, settings):
-    """The restricted one where the deployment names a user."""
+    """With the restricted standard, if the deployment sets a user."""
     enforce(cluster, level)
     backend = connect(**settings)
 
@@ -399,7 +399,7 @@ def test_pods_satisfy_the_standard_of_their_namespace(cluster, connect, level, s
 
 
 def test_pods_that_their_namespace_forbids_fail_at_once(cluster, connect):
-    """No waiting heals it; the words of the API server say what to set, and no Job is left."""
+    """Retrying will not help; the API server's message names the setting, and no Job remains."""
     enforce(cluster, "restricted")
     backend = connect()
 
@@ -419,7 +419,7 @@ def test_pods_that_their_namespace_forbids_fail_at_once(cluster, connect):
     ],
 )
 def test_a_start_that_can_never_be_finished_leaves_no_job(cluster, connect, what, verb, status, error):
-    """A Job that waits for what may not be made would wait for ever."""
+    """A Job whose objects cannot be created would wait for ever."""
     backend = connect()
     cluster.next_error(verb, what, status)
 
@@ -430,7 +430,7 @@ def test_a_start_that_can_never_be_finished_leaves_no_job(cluster, connect, what
 
 
 def test_a_queue_admits_the_job(cluster, connect):
-    """It stays suspended until somebody else lets it go; a stop before that is an end."""
+    """It stays suspended until another controller admits it; a stop before that is an end."""
     backend = connect(queue="team")
     handle = backend.submit(request_for())
     [node] = backend.observe(handle).nodes
@@ -446,7 +446,7 @@ def test_a_queue_admits_the_job(cluster, connect):
 
 
 def test_a_pod_on_a_silent_node_is_lost_and_then_made_again(cluster, connect, monkeypatch):
-    """Overdue for three minutes, and its status as old: the owner gives it up, the Job makes another (D1)."""
+    """Overdue for three minutes, and so is its status: the owner deletes it, the Job recreates it (D1)."""
     monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
     backend = connect()
     handle = backend.submit(request_for())
@@ -468,7 +468,7 @@ def test_a_pod_on_a_silent_node_is_lost_and_then_made_again(cluster, connect, mo
 
 
 def test_reap_finds_what_no_run_owns(cluster, connect, monkeypatch):
-    """Old, of this store, and not the live attempt of its run."""
+    """An old pod of this store that does not belong to the live attempt of its run."""
     backend = connect()
     handle = backend.submit(request_for())
     backend.submit(request_for(store_url="file:///other"))
@@ -486,7 +486,7 @@ def test_reap_finds_what_no_run_owns(cluster, connect, monkeypatch):
 
 
 def test_what_has_another_uid_by_now_is_left_alone(cluster, connect, monkeypatch):
-    """A Job that somebody made anew between the look and the write: the API server answers 422.
+    """A Job that was recreated between read and write: the API server answers 422.
 
     Source: Kubernetes, controller_ref_manager.go: a patch with another uid is Invalid.
     """
@@ -513,7 +513,7 @@ def test_what_has_another_uid_by_now_is_left_alone(cluster, connect, monkeypatch
 
 
 def test_a_release_of_what_is_gone_is_done(cluster, connect, monkeypatch):
-    """Its time to live ran out between the look and the write."""
+    """Its time to live ended between read and write."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)

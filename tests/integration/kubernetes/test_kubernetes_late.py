@@ -1,4 +1,4 @@
-"""What a cluster says late, or never takes back: refusals, volumes, pods that stay."""
+"""What a cluster reports late or never removes: refusals, volumes, pods that stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLAIM = {"name": "d", "source": "pvc://data", "mount_path": "/data"}
     ids=["webhook", "priority-class"],
 )
 def test_a_refusal_that_is_told_late_fails_the_run(cluster, stage, refuse, spec, settings, words):
-    """The event comes after the start was taken for good: the run fails with its words, unbilled (D3)."""
+    """The event comes after the start was recorded: the run fails with its message, unbilled (D3)."""
     cluster.pace = Pace(refusal_s=40)
     cluster.do(cluster.clock.stand_still)
     refuse(cluster)
@@ -45,7 +45,7 @@ def test_a_refusal_that_is_told_late_fails_the_run(cluster, stage, refuse, spec,
 
 
 def test_a_pod_that_is_made_again_and_refused_ends_the_run(cluster, stage):
-    """A policy came while it ran: its next pod is refused, and nothing waits for ever (D3)."""
+    """A policy was added while it ran: its next pod is refused, and nothing waits for ever (D3)."""
     run = stage()
     run.begin()
     cluster.deny_pods("frozen")
@@ -61,7 +61,7 @@ def test_a_pod_that_is_made_again_and_refused_ends_the_run(cluster, stage):
 
 
 def test_a_quota_that_is_told_late_is_waited_for_and_not_billed(cluster, connect, monkeypatch):
-    """Two minutes of waiting cost nothing, neither meanwhile nor once the pod has run (D3)."""
+    """Two minutes of waiting cost nothing, neither during the wait nor once the pod has run (D3)."""
     monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
     cluster.pace = Pace(refusal_s=20)
     cluster.do(cluster.clock.stand_still)
@@ -86,7 +86,7 @@ def test_a_quota_that_is_told_late_is_waited_for_and_not_billed(cluster, connect
 
 
 def test_a_pod_that_ran_before_a_quota_took_its_place_is_billed(cluster, connect, monkeypatch):
-    """Refused at first, an hour of work, evicted, refused again: the hour was work (D3)."""
+    """Refused at first, an hour of work, evicted, refused again: only the hour was work (D3)."""
     monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
     cluster.pace = Pace(refusal_s=20)
     cluster.do(cluster.clock.stand_still)
@@ -110,7 +110,7 @@ def test_a_pod_that_ran_before_a_quota_took_its_place_is_billed(cluster, connect
 
 
 def test_a_claim_that_does_not_exist_is_told_as_that(cluster, connect):
-    """It is no lack of machines: no next offer, and nothing is remembered against this one (D4)."""
+    """Machines are not the problem: no next offer, and nothing is recorded against this one (D4)."""
     backend = connect(wait_for_node_s=600)
     cluster.do(lambda: setattr(cluster, "has_provisioner", False))
     request = request_for(spec={"volumes": [CLAIM]})
@@ -122,7 +122,7 @@ def test_a_claim_that_does_not_exist_is_told_as_that(cluster, connect):
 
 
 def test_a_claim_that_is_not_bound_is_waited_for_and_then_told(cluster, stage):
-    """A provisioner takes its time; what never comes fails the run with the scheduler's words (D4)."""
+    """A provisioner takes time; a volume that never comes fails the run with the scheduler's words (D4)."""
     cluster.do(lambda: setattr(cluster, "has_provisioner", False))
     run = stage(settings={"wait_for_node_s": 0, "wait_for_image_s": 300}, volumes=[{**CLAIM, "size": "1Gi"}])
     run.owner.enter()
@@ -138,7 +138,7 @@ def test_a_claim_that_is_not_bound_is_waited_for_and_then_told(cluster, stage):
 
 
 def test_a_volume_that_other_nodes_reach_is_no_lack_of_machines(cluster, stage):
-    """The next offer is tried; nothing is remembered against this one (D4)."""
+    """The next offer is tried; nothing is recorded against this one (D4)."""
     cluster.create(CLAIMS, {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     cluster.do(lambda: cluster.volume_labels.update(data={"zone": "b"}))
     run = stage(volumes=[CLAIM])
@@ -152,7 +152,7 @@ def test_a_volume_that_other_nodes_reach_is_no_lack_of_machines(cluster, stage):
 
 
 def test_a_volume_that_no_node_reaches_in_time_leads_to_the_next_offer(cluster, stage):
-    """Where nodes are added it is found out late, and is no stock-out either (D4)."""
+    """Where nodes are added it is discovered late, and is not a stock-out either (D4)."""
     cluster.create(CLAIMS, {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     cluster.do(lambda: cluster.volume_labels.update(data={"zone": "b"}))
     run = stage(settings={"wait_for_node_s": 300}, volumes=[CLAIM])
@@ -169,7 +169,7 @@ def test_a_volume_that_no_node_reaches_in_time_leads_to_the_next_offer(cluster, 
 
 
 def test_no_node_in_time_is_a_lack_of_machines(cluster, stage):
-    """The attempt says so itself, by what the shell and the page go by (D4)."""
+    """The attempt's own outcome has the reason that the shell and the page use (D4)."""
     run = stage(settings={"wait_for_node_s": 300})
     cluster.node("node-0").cordon()
     run.owner.enter()
@@ -183,7 +183,7 @@ def test_no_node_in_time_is_a_lack_of_machines(cluster, stage):
 
 
 def test_a_pod_that_its_ready_node_cannot_end_holds_no_stage_for_ever(cluster, stage):
-    """Ten minutes overdue: its node counts as lost, and the next attempt starts beside it (D4)."""
+    """Ten minutes overdue: the node counts as lost, and the next attempt starts beside it (D4)."""
     cluster.add_node("node-1")
     run = stage(checkpoint={"every": "10m"})
     run.begin()
@@ -203,7 +203,7 @@ def test_a_pod_that_its_ready_node_cannot_end_holds_no_stage_for_ever(cluster, s
 
 
 def test_a_training_that_ended_in_a_pod_that_stays_has_ended(cluster, connect, monkeypatch):
-    """Its volume cannot be unmounted; how the command ended is known (D4)."""
+    """Its volume cannot be unmounted; the end of the command is known (D4)."""
     monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now())
     cluster.script(Program(term="ignore"), container="sidecar")
     backend = connect()
@@ -221,7 +221,7 @@ def test_a_training_that_ended_in_a_pod_that_stays_has_ended(cluster, connect, m
 
 
 def test_no_room_stays_a_lack_of_machines_where_a_volume_is_in_conflict_too(cluster, connect):
-    """The node that reaches the volume is full: that is capacity (D4)."""
+    """The node that reaches the volume is full: a lack of capacity (D4)."""
     cluster.create(CLAIMS, {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     cluster.do(lambda: cluster.volume_labels.update(data={"zone": "b"}))
     cluster.add_node("node-1", cpu="500m", labels={"zone": "b"})
@@ -235,7 +235,7 @@ def test_no_room_stays_a_lack_of_machines_where_a_volume_is_in_conflict_too(clus
 
 
 def test_no_offer_is_raised_for_a_volume_out_of_reach(cluster, connect):
-    """At once where no node is added (D4)."""
+    """The start fails at once where no node is added (D4)."""
     cluster.create(CLAIMS, {"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     cluster.do(lambda: cluster.volume_labels.update(data={"zone": "b"}))
 
@@ -244,7 +244,7 @@ def test_no_offer_is_raised_for_a_volume_out_of_reach(cluster, connect):
 
 
 def test_a_task_that_was_marked_failed_leaves_nothing_open(cluster, stage, monkeypatch):
-    """What its trigger does: the pod saves and ends, and the run has its end, its cost and no pod (D6)."""
+    """As its trigger does: the pod saves and ends, and the run has its end, its cost and no pod (D6)."""
     monkeypatch.setattr(close.time, "sleep", lambda _s: cluster.advance(5))
     run = stage()
     run.begin()
@@ -269,7 +269,7 @@ ROLE = [{"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}]
 
 @pytest.mark.parametrize("partly", [False, True], ids=["roles-unread", "bindings-unread"])
 def test_a_server_that_has_just_started_is_asked_again(cluster, connect, partly):
-    """It refuses everybody until it knows its roles: that is no answer, and ends nothing (D12)."""
+    """It refuses every caller until it knows its roles: the refusal is temporary and ends nothing (D12)."""
     backend = connect(token=cluster.user("owner", ROLE))
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -291,7 +291,7 @@ def test_a_server_that_has_just_started_is_asked_again(cluster, connect, partly)
 
 
 def test_a_role_that_is_missing_stays_an_error(cluster, connect):
-    """A server that knows its roles means it: no second thoughts, and the message names the verb (D12)."""
+    """The refusal of a server that knows its roles is final, and the message names the verb (D12)."""
     rules = [{"verbs": ["get", "list"], "apiGroups": ["*"], "resources": ["*"]}]
     backend = connect(token=cluster.user("reader", rules))
 
@@ -302,7 +302,7 @@ def test_a_role_that_is_missing_stays_an_error(cluster, connect):
 
 
 def test_a_release_that_failed_is_done_by_the_next(cluster, connect):
-    """Between the mark on the Job and its pods the server went away: a repeat removes them (D12)."""
+    """The server disappeared between the mark on the Job and its pods: a repeat removes them (D12)."""
     backend = connect(keep="never")
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -318,7 +318,7 @@ def test_a_release_that_failed_is_done_by_the_next(cluster, connect):
 
 
 def test_a_success_is_no_missed_deadline_though_its_job_completes_late(cluster, connect):
-    """The owner releases before the Job controller has looked: the Job ends Complete (D5)."""
+    """The owner releases before the Job controller's sync: the Job ends Complete (D5)."""
     cluster.pace = Pace(job_sync_s=20)
     backend = connect()
     handle = backend.submit(request_for())
@@ -337,7 +337,7 @@ def test_a_success_is_no_missed_deadline_though_its_job_completes_late(cluster, 
 
 @pytest.mark.parametrize("trouble", ["cordoned", "silent", "tainted"])
 def test_a_stage_waits_while_no_node_takes_it(cluster, stage, trouble):
-    """The only node is away for a while: the stage starts on it once it is back (D2)."""
+    """The only node is absent for a while: the stage starts on it once it is back (D2)."""
     node = cluster.node("node-0")
     away, back = {
         "cordoned": (node.cordon, lambda: node.cordon(on=False)),
@@ -357,7 +357,7 @@ def test_a_stage_waits_while_no_node_takes_it(cluster, stage, trouble):
 
 
 def test_a_stage_that_does_not_wait_says_at_once_that_nothing_is_there(cluster, stage):
-    """Where no node is added a cordoned one is no offer (D2)."""
+    """A cordoned node is not an offer where no node is added (D2)."""
     cluster.node("node-0").cordon()
 
     with pytest.raises(NoOfferError):
@@ -365,7 +365,7 @@ def test_a_stage_that_does_not_wait_says_at_once_that_nothing_is_there(cluster, 
 
 
 def test_an_evicted_pod_without_room_goes_on_elsewhere_after_three_minutes(cluster, stage):
-    """Its node type is taken, another has room: not the quarter of an hour that a first start waits (D11)."""
+    """Its node type is in use, another is free: it does not wait as long as a first start, 15 min (D11)."""
     kind = "node.kubernetes.io/instance-type"
     cluster.node("node-0").edit(lambda node: node["metadata"]["labels"].update({kind: "small"}))
     run = stage(settings={"wait_for_node_s": 900}, checkpoint={"every": "10m"})
@@ -385,7 +385,7 @@ def test_an_evicted_pod_without_room_goes_on_elsewhere_after_three_minutes(clust
 
 
 def test_memory_is_bounded_without_a_limit_and_raised_with_its_request(cluster, stage):
-    """Four times the request; after an out-of-memory as much is requested as is allowed (D11)."""
+    """The limit is four times the request; after an out-of-memory the request equals the limit (D11)."""
     run = stage()
     run.begin()
 
@@ -404,7 +404,7 @@ def test_memory_is_bounded_without_a_limit_and_raised_with_its_request(cluster, 
 
 
 def test_a_kubelets_own_error_is_no_output_of_the_training(cluster, connect):
-    """Its log file is gone, and the answer is 200 all the same (D10)."""
+    """Its log file is gone, and the answer is 200 nevertheless (D10)."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)

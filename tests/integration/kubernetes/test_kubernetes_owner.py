@@ -1,4 +1,4 @@
-"""The owner of a run on a cluster: attempts are changed in place, and grow only into what is free."""
+"""The owner of a run on a cluster: it changes attempts in place, and grows them only into free resources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ELASTIC = {
 
 
 def move(run, target):
-    """Ask for *target*, as a person does, and let the owner answer until no change is under way."""
+    """Request *target*, as a user does, and let the owner work until no change is under way."""
     for node in range(run.state.live.allocation.nodes):
         said = Progress(step=10, total_steps=1000, epoch=1, epochs=100, elapsed_s=60.0)
         status = Status(generation=1, attempt=1, node=node, sequence=1, phase="running", progress=said)
@@ -40,7 +40,7 @@ def move(run, target):
 
 
 def offer_of(backend, cpus):
-    """A slice of the cluster's node."""
+    """An offer of the cluster's node."""
     return next(offer for offer in backend.offers() if offer.name.endswith(f":cpu-{cpus}/on-demand"))
 
 
@@ -62,7 +62,7 @@ def test_a_pod_gets_more_cpu_and_memory_while_it_runs(cluster, stage):
 
 
 def test_an_elastic_stage_gets_nodes_while_it_runs(cluster, stage):
-    """One Job of three pods in the end; the first pod is the one that began."""
+    """Finally one Job of three pods; the first pod is the original one."""
     run = stage(**ELASTIC)
     run.begin()
     [first] = cluster.list(PODS, "default")
@@ -77,7 +77,7 @@ def test_an_elastic_stage_gets_nodes_while_it_runs(cluster, stage):
 
 
 def test_growing_beyond_what_is_free_is_refused(cluster, stage):
-    """The cluster adds no nodes: a hundred more have no room, and the training is left alone."""
+    """The cluster adds no nodes: it does not fit a hundred more, and the training keeps running."""
     run = stage(
         checkpoint=CHECKPOINT, num_nodes={"min": 1, "max": 1}, scaling={"min_nodes": 1, "max_nodes": 200}
     )
@@ -92,7 +92,7 @@ def test_growing_beyond_what_is_free_is_refused(cluster, stage):
 
 
 def test_a_cluster_that_cannot_resize_gets_a_next_attempt(cluster, stage):
-    """Before 1.33 there is no such subresource: the attempt saves and goes."""
+    """Before 1.33 this subresource does not exist: the attempt saves and stops, and the next one starts."""
     run = stage(checkpoint=CHECKPOINT, scaling={"policy": "vertical", "cooldown": "1s"})
     run.begin()
     cluster.next_error("patch", "pods/resize", 404)
@@ -110,7 +110,7 @@ def reported(run, sequence):
 
 
 def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_hear_it(cluster, stage):
-    """Its containers train on for ten minutes: one pod. Once they are silent too it is replaced (D1)."""
+    """Its containers train for ten minutes: one pod. Once they are silent too it is replaced (D1)."""
     run = stage(checkpoint=CHECKPOINT)
     run.begin()
     [first] = cluster.list(PODS, "default")
@@ -162,7 +162,7 @@ def decision(run, usage):
 
 
 def test_a_steep_rise_of_a_pod_s_memory_is_met_at_the_third_look(stage):
-    """6 MiB/s towards its limit of 512 MiB: a larger pod is asked for before the kill (D8)."""
+    """6 MiB/s towards its limit of 512 MiB: the sensor requests a larger pod before the kill (D8)."""
     run = stage(checkpoint=CHECKPOINT, scaling={"policy": "vertical", **QUICK})
     run.begin()
     rise = [{"memory_bytes": mib << 20, "memory_limit_bytes": 512 << 20} for mib in (300, 390, 480)]
@@ -176,7 +176,7 @@ def test_a_steep_rise_of_a_pod_s_memory_is_met_at_the_third_look(stage):
 
 
 def test_a_speedup_of_a_node_type_needs_no_capacity_type(stage):
-    """``kubernetes/big`` names the offer on demand, too, which is all that this cluster has (D9)."""
+    """``kubernetes/big`` also matches the offer on demand, and this cluster has no other (D9)."""
     sizes = [
         {"name": name, "vcpus": cpus, "memory_gib": cpus, "usd_per_hour": usd}
         for name, cpus, usd in (("small", 1, 1.0), ("big", 2, 1.2))
@@ -194,7 +194,7 @@ def test_a_speedup_of_a_node_type_needs_no_capacity_type(stage):
 
 @pytest.mark.parametrize("off_s", [3600.0, -3600.0])
 def test_a_budget_goes_by_the_clocks_of_store_and_cluster(cluster, stage, monkeypatch, off_s):
-    """$1 at $1 an hour: after half an hour the pod trains on, within the hour it saves (A6)."""
+    """$1 at $1 an hour: after half an hour the pod still trains, within the hour it saves (A6)."""
     true = time.time
     monkeypatch.setattr(time, "time", lambda: true() + off_s)
     run = stage(settings={"usd_per_hour": {"*": 7.0}}, budget_usd=1.0)

@@ -1,4 +1,4 @@
-"""What the Role has to grant, verb by verb."""
+"""The rights that the Role must grant, verb by verb."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ NEEDED = [
 
 
 WATCHED = [("batch", "jobs", "watch"), ("", "pods", "watch")]
-"""What a triggerer needs besides."""
+"""The additional rights of a triggerer."""
 
 
 OPTIONAL = [
@@ -38,11 +38,11 @@ OPTIONAL = [
     ("", "pods/status", "patch"),
     ("storage.k8s.io", "csidrivers", "get"),
 ]
-"""What the comments of the Role say may be left out; listing pods of the whole cluster is tested apart."""
+"""The optional rights of the Role's comments; listing pods of the whole cluster is tested apart."""
 
 
 def without(*missing):
-    """The rules that are shipped, less some verbs; each rule of one resource."""
+    """The shipped rules without some verbs; each rule of one resource."""
     found = []
     for document in rbac("default"):
         for rule in document.get("rules", ()):
@@ -83,7 +83,7 @@ def test_the_rights_that_are_shipped_are_enough(cluster, connect):
 
 
 def test_every_verb_of_the_role_is_one_that_something_needs():
-    """The smallest Role: none is granted for nothing."""
+    """The smallest Role: it grants nothing unnecessary."""
     granted = {
         (rule["apiGroups"][0], one, verb)
         for document in rbac("default")
@@ -97,7 +97,7 @@ def test_every_verb_of_the_role_is_one_that_something_needs():
 
 @pytest.mark.parametrize("missing", NEEDED, ids="-".join)
 def test_with_one_verb_less_the_message_names_it(cluster, connect, missing):
-    """So that the cluster's owner knows what to grant."""
+    """The message tells the cluster's administrator what to grant."""
     _, resource, verb = missing
     token = cluster.user("runner", without(missing))
 
@@ -107,7 +107,7 @@ def test_with_one_verb_less_the_message_names_it(cluster, connect, missing):
 
 @pytest.mark.parametrize("missing", WATCHED, ids="-".join)
 def test_a_watch_that_is_not_granted_is_named(cluster, connect, missing):
-    """The list is still shown for two minutes; then the message says what is missing."""
+    """The list is still shown for two minutes; then the message names what is missing."""
     _, resource, verb = missing
     backend, now = connect(token=cluster.user("runner", without(missing))), [0.0]
     view = View(backend.cluster, "default", monotonic=lambda: now[0])

@@ -1,4 +1,4 @@
-"""Parts of GPUs on a cluster: who gets them, and as what its pod requests them."""
+"""Parts of GPUs on a cluster: which pods get them, and how a pod requests them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def needing(**gpu):
 
 @pytest.mark.parametrize(("resource", "name"), RESOURCES)
 def test_a_stage_that_names_a_part_of_a_gpu_gets_it(cluster, stage, resource, name):
-    """Its pod requests the resource under which the node has it (D13)."""
+    """Its pod requests the node's resource of that name (D13)."""
     cluster.add_node("gpus", gpus=7, gpu=resource, labels=LABELS)
     run = stage(**needing(type=[name]))
 
@@ -36,7 +36,7 @@ def test_a_stage_that_names_a_part_of_a_gpu_gets_it(cluster, stage, resource, na
 
 @pytest.mark.parametrize(("resource", "name"), RESOURCES)
 def test_a_stage_for_a_gpu_is_told_that_there_are_parts_alone(cluster, stage, resource, name):
-    """Nothing starts, and the message says what to write (D13)."""
+    """Nothing starts, and the message names the fix (D13)."""
     cluster.add_node("gpus", gpus=7, gpu=resource, labels=LABELS)
 
     with pytest.raises(NoOfferError, match=f"{name} is a part of a GPU; write gpu.type: {name}"):
@@ -46,7 +46,7 @@ def test_a_stage_for_a_gpu_is_told_that_there_are_parts_alone(cluster, stage, re
 
 
 def test_gpus_of_one_resource_take_none_of_another(cluster, stage):
-    """Two whole ones are in use, and the slices beside them are free (D13)."""
+    """Two whole ones are in use, and the MIG instances beside them are free (D13)."""
     node = cluster.add_node("gpus", cpu="64", memory="256Gi", gpus=2, labels=LABELS)
     slices = {"nvidia.com/mig-1g.5gb": "7"}
     node.edit(lambda body: body["status"]["allocatable"].update(slices))

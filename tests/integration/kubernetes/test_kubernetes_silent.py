@@ -1,4 +1,4 @@
-"""Nodes that fall silent, come back, or lose a pod by force: of each node one pod speaks, and one trains."""
+"""Nodes that fall silent, return, or lose a pod by force: one pod per node reports, and one trains."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ QUIET = {0: 200.0}
 
 
 def claims(run, pod):
-    """What the sidecar of *pod* does first: its claim's number."""
+    """First action of the sidecar of *pod*: returns its claim's number."""
     claim = Claim(uid=pod["metadata"]["uid"])
     return take_claim(for_run(run.store, KEY.prefix), claim, generation=1, attempt=1, node=index_of(pod))
 
 
 def reports(run, pod, claim, *, sequence=1, step=10, ended=None):
-    """What it does every 15 s."""
+    """Its action every 15 s."""
     status = Status(
         generation=1,
         attempt=1,
@@ -76,7 +76,7 @@ def begun(cluster, stage):
 
 
 def test_a_node_that_comes_back_after_its_pod_was_replaced_trains_no_more(cluster, begun):
-    """Its containers went on meanwhile; what they wrote late is void, and the kubelet ends them (D1)."""
+    """Its containers kept running; their late writes are void, and the kubelet ends them (D1)."""
     run, first = begun()
     cluster.node("node-0").silence()
     cluster.advance(SILENT_S)
@@ -101,7 +101,7 @@ def test_a_node_that_comes_back_after_its_pod_was_replaced_trains_no_more(cluste
 
 
 def test_after_a_pod_was_deleted_by_force_one_trains(cluster, begun):
-    """On a machine that answers the old one is killed, and the stage goes on in one other pod (D1)."""
+    """On a machine that answers the old pod is killed, and the stage continues in one other pod (D1)."""
     run, first = begun()
 
     cluster.pod("").delete(0)
@@ -116,7 +116,7 @@ def test_after_a_pod_was_deleted_by_force_one_trains(cluster, begun):
 
 
 def test_a_pod_that_is_deleted_by_force_on_a_silent_node_stays_while_it_reports(cluster, begun):
-    """A forced delete says nothing of its containers: it is replaced once the store is quiet too (D1)."""
+    """A forced delete does not end the containers: the pod is replaced once its status is silent too (D1)."""
     run, first = begun()
     cluster.node("node-0").silence()
     cluster.advance(60)
@@ -139,7 +139,7 @@ def test_a_pod_that_is_deleted_by_force_on_a_silent_node_stays_while_it_reports(
 
 
 def test_an_elastic_stage_grows_beside_a_silent_node_without_a_second_pod_of_it(cluster, begun):
-    """Two nodes more while the first one's kubelet is dead and its containers train on: one pod each (D1)."""
+    """Two nodes more while the first one's kubelet is dead and its containers train: one pod each (D1)."""
     run, first = begun(
         num_nodes={"min": 1, "max": 1},
         scaling={"min_nodes": 1, "max_nodes": 3},
@@ -177,7 +177,7 @@ def saved(run, step):
 
 
 def test_the_sidecar_of_a_lost_pod_deletes_nothing_that_the_next_attempt_was_promised(cluster, begun):
-    """It is cut off before the end of its pod, and wakes to clear up when the next attempt has begun (A5)."""
+    """It is cut off before its pod ends, and continues to clean up when the next attempt has started (A5)."""
     run, first = begun()
     names = [saved(run, step) for step in (10, 20, 30, 40)]
     store = for_run(run.store, KEY.prefix)
@@ -191,6 +191,6 @@ def test_the_sidecar_of_a_lost_pod_deletes_nothing_that_the_next_attempt_was_pro
     assert late == ()
     assert set(control.candidates) == set(names)
     assert set(complete_checkpoints(store, 1)) == set(names)
-    store.delete("control/g1-a2.json")  # without the fence it would have deleted what is beyond two
+    store.delete("control/g1-a2.json")  # without the fence it would have deleted everything beyond two
     assert set(prune(store, **clear_up)) == set(names[:2])
     assert claims(run, first) == 1

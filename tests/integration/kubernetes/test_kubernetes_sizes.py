@@ -17,7 +17,7 @@ from envscaler_airflow.run import AttemptState
 from envscaler_airflow.run.state import Before
 
 STARTED = 1e6
-"""When an owner, whose clock is its own, began what it began."""
+"""When an owner with a clock of its own started its attempt."""
 
 
 def attempt_of(handle):
@@ -27,7 +27,7 @@ def attempt_of(handle):
 
 
 def test_a_mixed_attempt_is_a_job_for_each_offer(cluster, connect):
-    """Ranks go on, each Job owns what is its own, and all of it goes."""
+    """Ranks continue across the Jobs, each Job owns its objects, and all are deleted."""
     backend = connect()
     request = request_for(allocation=MIXED)
 
@@ -51,7 +51,7 @@ def test_a_mixed_attempt_is_a_job_for_each_offer(cluster, connect):
     [("create", "jobs", 2), ("create", "configmaps", 2), ("create", "secrets", 1), ("patch", "jobs", 2)],
 )
 def test_a_mixed_start_that_was_cut_off_is_finished(cluster, connect, verb, what, nth):
-    """Between any two calls: nothing is started twice, and both Jobs run in the end."""
+    """A crash between any two calls: nothing is started twice, and both Jobs run in the end."""
     backend, request = connect(), request_for(allocation=MIXED)
     calls = []
     real = getattr(backend.cluster, verb)
@@ -77,7 +77,7 @@ def test_a_mixed_start_that_was_cut_off_is_finished(cluster, connect, verb, what
 
 
 def test_a_mixed_attempt_of_which_one_job_cannot_be_leaves_none(cluster, connect):
-    """The second name is another's: the first Job goes again, and nothing ran."""
+    """The second name belongs to another owner: the first Job is deleted, and nothing ran."""
     backend, request = connect(), request_for(allocation=MIXED)
     [_, second] = backend.render(request)["parts"]
     second["job"]["metadata"]["labels"] = {"app": "other"}
@@ -91,7 +91,7 @@ def test_a_mixed_attempt_of_which_one_job_cannot_be_leaves_none(cluster, connect
 
 
 def test_a_quota_for_jobs_that_has_room_for_one_part_leaves_none(cluster, connect):
-    """The API server refuses the second Job itself."""
+    """The API server refuses the second Job."""
     cluster.create(QUOTAS, {"metadata": {"name": "jobs"}, "spec": {"hard": {"count/jobs.batch": "1"}}})
     backend = connect()
 
@@ -102,7 +102,7 @@ def test_a_quota_for_jobs_that_has_room_for_one_part_leaves_none(cluster, connec
 
 
 def test_a_cut_off_mixed_start_that_can_never_be_finished_leaves_none(cluster, connect, monkeypatch):
-    """The first Job is of the try before: in a queue it would be admitted, and wait for ever for its rest."""
+    """The first Job is of the previous try: a queue would admit it, and it would wait for ever for more."""
     backend, request = connect(queue="team"), request_for(allocation=MIXED)
     real = backend.cluster.create
 
@@ -126,7 +126,7 @@ def test_a_cut_off_mixed_start_that_can_never_be_finished_leaves_none(cluster, c
 
 @pytest.mark.parametrize("deleted", [0, 1])
 def test_a_mixed_attempt_whose_second_job_somebody_deleted_is_found_whole(cluster, connect, deleted):
-    """The nodes of the deleted Job are lost, and the other is ended: a next attempt can begin."""
+    """The nodes of the deleted Job are lost, and the other is ended: a next attempt can start."""
     backend, request = connect(), request_for(allocation=MIXED)
     handle = backend.submit(request)
     running(backend, handle)
@@ -149,7 +149,7 @@ def test_a_mixed_attempt_whose_second_job_somebody_deleted_is_found_whole(cluste
 
 
 def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster, connect):
-    """A Job ends its own pods; the other's would wait for ever. Who went as asked ends nobody."""
+    """A failed Job ends its own pods; the other's would wait for ever. A drained node ends no other node."""
     backend = connect()
     handle = backend.submit(request_for(allocation=MIXED))
     running(backend, handle)
@@ -180,7 +180,7 @@ ELASTIC = {
 
 
 def test_an_elastic_attempt_grows_and_shrinks_in_place(cluster, connect):
-    """The same Job and the same first pod; the highest numbers go first. A repeat changes nothing."""
+    """The same Job and the same first pod; the highest numbers end first. A repeat changes nothing."""
     backend = connect()
     handle = backend.submit(request_for(spec=ELASTIC))
     running(backend, handle)
@@ -200,7 +200,7 @@ def test_an_elastic_attempt_grows_and_shrinks_in_place(cluster, connect):
 
 
 def test_pods_that_went_when_it_shrank_are_still_paid_for(cluster, connect):
-    """The API server forgets them; the owner's events do not."""
+    """The API server removes them; the owner's events do not."""
     backend = connect()
     began = time.time()
     handle = backend.submit(request_for(spec=ELASTIC, allocation=Allocation(OFFER, nodes=3)))
@@ -218,7 +218,7 @@ def test_pods_that_went_when_it_shrank_are_still_paid_for(cluster, connect):
 
 
 def test_hours_in_the_schedulers_queue_are_no_money_spent(cluster, connect):
-    """Three hours until a node had room, an hour on it: the budget counts one, while it runs."""
+    """Three hours until a node was free, an hour on it: the budget counts one, while it runs."""
     backend = connect(wait_for_node_s=36000)
     cluster.node("node-0").cordon()
     handle = backend.submit(request_for())
@@ -237,9 +237,10 @@ def test_hours_in_the_schedulers_queue_are_no_money_spent(cluster, connect):
 
 @pytest.mark.parametrize("spec", [{}, ELASTIC], ids=["fixed", "elastic"])
 def test_pods_that_were_made_again_are_still_paid_for(cluster, connect, spec):
-    """The API server forgets a disrupted pod within seconds: two hours on spot are no ten seconds.
+    """The API server removes a disrupted pod within seconds: two hours on spot count as two hours.
 
-    One that came because the attempt grew was not there before, and one that waits again costs nothing.
+    A pod that was added when the attempt grew is not counted before, and a pod that waits again costs
+    nothing.
     """
     backend = connect()
     handle = backend.submit(request_for(spec=spec))
@@ -266,7 +267,7 @@ def test_pods_that_were_made_again_are_still_paid_for(cluster, connect, spec):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_hours_of_waiting_for_a_quota_are_no_money_spent(cluster, connect, nodes):
-    """No pod was made before: three hours at no price, then an hour on machines."""
+    """No pod existed before: three hours at no price, then an hour on machines."""
     quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
     cluster.create(QUOTAS, quota)
     backend = connect()
@@ -291,7 +292,7 @@ def test_hours_of_waiting_for_a_quota_are_no_money_spent(cluster, connect, nodes
 @pytest.mark.parametrize("graces", [(30,), (0,), (30, 0)])
 @pytest.mark.parametrize("lack", ["node", "quota"])
 def test_what_is_stopped_before_it_had_a_machine_costs_nothing(cluster, connect, lack, graces):
-    """Three hours in vain: no pod is left of it, and its Job ran from start to end."""
+    """Three hours of waiting: no pod of it is left, and its Job ran from start to end."""
     backend = connect(wait_for_node_s=36000)
     if lack == "node":
         cluster.node("node-0").cordon()
@@ -310,7 +311,7 @@ def test_what_is_stopped_before_it_had_a_machine_costs_nothing(cluster, connect,
 
 
 def test_what_is_stopped_while_only_a_part_has_a_machine_costs_that(cluster, connect):
-    """One node of two had none; the other ran for an hour."""
+    """One node of two had no machine; the other ran for an hour."""
     backend = connect(wait_for_node_s=36000)
     cluster.node("node-0").allocate(cpu="1500m")
     handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=2)))
@@ -326,7 +327,7 @@ def test_what_is_stopped_while_only_a_part_has_a_machine_costs_that(cluster, con
 
 
 def test_a_part_that_somebody_deleted_is_not_free(cluster, connect):
-    """Its times went with it: at most it was held as long as the other, which ends soon after."""
+    """Its times are lost with it: at most it ran as long as the other, which ends soon after."""
     backend = connect()
     handle = backend.submit(request_for(allocation=MIXED))
     running(backend, handle)
@@ -345,7 +346,7 @@ def test_a_part_that_somebody_deleted_is_not_free(cluster, connect):
 
 
 def test_a_node_that_is_marked_or_about_to_go_is_known(cluster, connect):
-    """By an annotation of its pod, a cordon, or an autoscaler's taint; node 0 may be among them."""
+    """From an annotation of its pod, a cordon, or an autoscaler's taint; node 0 may be among them."""
     cluster.add_node("going", cpu="1300m", memory="2Gi")
     backend = connect()
     handle = backend.submit(request_for(allocation=Allocation(OFFER, nodes=3)))
@@ -365,7 +366,7 @@ def test_a_node_that_is_marked_or_about_to_go_is_known(cluster, connect):
 
 
 def test_what_is_not_elastic_is_not_rescaled(cluster, connect):
-    """A fixed number, two offers, an end: for good, and nothing is changed."""
+    """A fixed number, two offers, an end: refused for good, without a change."""
     backend = connect()
     fixed = backend.submit(request_for())
     mixed = backend.submit(request_for(attempt=2, allocation=MIXED))
@@ -380,7 +381,7 @@ def test_what_is_not_elastic_is_not_rescaled(cluster, connect):
 
 
 def test_a_claim_that_does_not_exist_is_made_and_stays(cluster, connect):
-    """By its own name, of the class that was asked for; the next attempt binds it."""
+    """With its own name and the requested class; the next attempt binds it."""
     backend = connect()
     spec = with_claim(storage_class="fast", access_mode="ReadWriteMany")
 
@@ -399,7 +400,7 @@ def test_a_claim_that_does_not_exist_is_made_and_stays(cluster, connect):
 
 
 def test_a_claim_that_goes_with_its_run_is_held_by_every_attempt(cluster, connect):
-    """It outlives the first Job and goes with the last; another run has its own."""
+    """It outlives the first Job and is deleted with the last; another run has its own."""
     backend, spec = connect(), with_claim(retain="run")
     first = backend.submit(request_for(spec=spec))
     second = backend.submit(request_for(spec=spec, attempt=2))
@@ -417,7 +418,7 @@ def test_a_claim_that_goes_with_its_run_is_held_by_every_attempt(cluster, connec
 
 @pytest.mark.parametrize(("ends", "hours"), [("fails", 24), ("succeeds", 1)])
 def test_a_claim_outlives_the_attempts_that_could_not_start(cluster, connect, ends, hours):
-    """Its data are for the next attempt, which may wait for hours; after a success for nobody."""
+    """Its data are for the next attempt, which may wait for hours; after a success it is deleted."""
     backend = connect(cluster_prices=[{"name": "large", "vcpus": 64, "memory_gib": 1}])
     spec = with_claim(retain="run")
     [large] = backend.offers()
@@ -440,7 +441,7 @@ def test_a_claim_outlives_the_attempts_that_could_not_start(cluster, connect, en
 
 
 def test_a_claim_that_is_there_is_bound_as_it_is(cluster, connect):
-    """Somebody made it, of another size: nothing of it is changed."""
+    """A user created it with another size: nothing of it is changed."""
     size = {"requests": {"storage": "9Gi"}}
     cluster.create(
         CLAIMS,
@@ -459,7 +460,7 @@ def test_a_claim_that_is_there_is_bound_as_it_is(cluster, connect):
     ("modes", "is_mounted"), [(["Ephemeral", "Persistent"], True), (["Persistent"], False), (None, False)]
 )
 def test_a_bucket_is_mounted_where_the_cluster_has_the_driver(cluster, connect, modes, is_mounted):
-    """By a driver that mounts for a pod; else it is copied. One that may not be read is not there."""
+    """A driver mounts it for a pod; otherwise it is copied. An unreadable one counts as absent."""
     if modes is not None:
         driver = {"metadata": {"name": "gcsfuse.csi.storage.gke.io"}, "spec": {"volumeLifecycleModes": modes}}
         cluster.create(DRIVERS, driver)
@@ -480,7 +481,7 @@ def test_a_bucket_is_mounted_where_the_cluster_has_the_driver(cluster, connect, 
 
 
 def test_free_is_what_nobody_holds(cluster, connect):
-    """Memory for six of the smallest slice, five beside one; where pods may not be read nobody can tell."""
+    """Memory for six of the smallest offer, five beside one; unknown where pods may not be read."""
     backend = connect()
     [offer] = [one for one in backend.offers() if one.vcpus == 1]
 
@@ -502,7 +503,7 @@ def cpu_of(cluster, handle):
 
 
 def test_cpu_grows_in_place(cluster, connect):
-    """The same pod, not started again."""
+    """The same pod, without a restart."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -514,7 +515,7 @@ def test_cpu_grows_in_place(cluster, connect):
 
 
 def test_a_pod_that_is_made_again_has_to_grow_too(cluster, connect):
-    """While it waits for a machine nothing is done; it comes as small as its Job says."""
+    """While it waits for a machine nothing is done; its pod has the size of the Job's template."""
     backend = connect()
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -535,7 +536,7 @@ def test_a_pod_that_is_made_again_has_to_grow_too(cluster, connect):
 
 
 def test_a_resize_without_room_waits_and_one_beyond_the_node_never_comes(cluster, connect):
-    """Deferred while others hold it; infeasible at once for more than the node has."""
+    """Deferred while others use the CPUs; infeasible at once for more than the node has."""
     backend = connect()
     handle = backend.submit(request_for())
     other = backend.submit(request_for(attempt=2, spec={"resources": {"requests": {"cpu": "6"}}}))

@@ -1,4 +1,4 @@
-"""The one watch that a process keeps on a namespace."""
+"""The single watch that a process keeps on a namespace."""
 
 import pytest
 from fakes.kubernetes import JOBS, QUOTAS
@@ -12,7 +12,7 @@ from envscaler_airflow.planning.offers import Allocation
 
 
 def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
-    """Two lists and two watches, however many look; a cut watch and an old version cost one more."""
+    """Two lists and two watches for any number of readers; a cut watch and an old version cost one more."""
     backend = connect(watches=True)
     handles = [backend.submit(request_for(attempt=number)) for number in range(1, 6)]
     for handle in handles:
@@ -30,7 +30,7 @@ def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
 
 
 def test_what_runs_on_is_read_once_and_every_change_is_seen(cluster, connect, monkeypatch):
-    """A look at what is as before reads nothing; a pod that is being ended is looked at each time."""
+    """An unchanged status costs no read; a terminating pod is read each time."""
     read = []
     whole = Kept.body
     monkeypatch.setattr(Kept, "body", lambda kept: read.append(kept.name) or whole(kept))
@@ -67,7 +67,7 @@ def replace_uid(handle):
 
 
 def test_a_view_that_is_too_old_shows_nothing(cluster, connect):
-    """The API server is gone: unknown, and afterwards all is there again."""
+    """The API server is gone: unknown, and afterwards everything is found again."""
     backend = connect()
     handle = backend.submit(request_for())
     now = [0.0]
@@ -82,7 +82,7 @@ def test_a_view_that_is_too_old_shows_nothing(cluster, connect):
 
 
 def test_a_thousand_stages_cost_one_list_and_one_watch_of_each_kind(cluster, connect):
-    """However many look, each with a backend of its own, as triggers have; a look takes no call."""
+    """Any number of backends, one per trigger as in a triggerer; reading a status takes no call."""
     maker = connect()
     handles = []
     for number in range(1000):
@@ -101,7 +101,7 @@ def test_a_thousand_stages_cost_one_list_and_one_watch_of_each_kind(cluster, con
 
 
 def test_a_watch_backs_off_while_the_server_is_busy(cluster, connect):
-    """No call for as long as it asks; then the view is whole again."""
+    """No call for the requested time; then the view is complete again."""
     backend = connect(watches=True)
     handle = backend.submit(request_for())
     running(backend, handle)
@@ -117,7 +117,7 @@ def test_a_watch_backs_off_while_the_server_is_busy(cluster, connect):
 
 
 def test_a_job_that_the_view_has_not_seen_is_not_lost(cluster, connect):
-    """The watch lags: the server itself is asked before anything counts as gone."""
+    """The watch lags: the backend asks the server itself before it counts an object as gone."""
     backend = connect(watches=True)
     first = backend.submit(request_for())
     running(backend, first)
@@ -132,7 +132,7 @@ def test_a_job_that_the_view_has_not_seen_is_not_lost(cluster, connect):
 
 
 def test_why_pods_are_missing_is_listed_once_for_all_who_look(cluster, connect):
-    """A quota is told by events alone: a triggerer reads them every half minute, however many wait."""
+    """Only events report a quota: a triggerer reads them every half minute for all waiting stages."""
     quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
     cluster.create(QUOTAS, quota)
     maker, backend = connect(), connect(watches=True)
@@ -149,7 +149,7 @@ def test_why_pods_are_missing_is_listed_once_for_all_who_look(cluster, connect):
 
 
 def test_warnings_that_may_not_be_read_hide_nothing_else(cluster, connect):
-    """The pod is being made, and that is said."""
+    """The status says that the pod is being created."""
     quota = {"metadata": {"name": "cpus"}, "spec": {"hard": {"requests.cpu": "500m"}}}
     cluster.create(QUOTAS, quota)
     rules = [

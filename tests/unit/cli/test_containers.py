@@ -1,4 +1,4 @@
-"""What a container of ``run --target docker`` is given."""
+"""What ``run --target docker`` gives to a container."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def volume(source: str, path: str = "/data", **more) -> dict:
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Enter the container of a stage, with copies below the test's own folder."""
+    """Start the container of a stage, with copies below the test's own folder."""
     monkeypatch.setattr(containers, "SCRATCH", tmp_path)
     store = open_store(f"file://{tmp_path}/store")
 
@@ -46,7 +46,7 @@ def made(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_the_host_is_the_folder_itself(made, tmp_path):
-    """Written through, unless it is said to be read-only."""
+    """Writes go through, unless it is read-only."""
     with made(
         stage(
             volumes=[
@@ -59,7 +59,7 @@ def test_a_folder_of_the_host_is_the_folder_itself(made, tmp_path):
 
 
 def test_what_a_sidecar_copies_in_is_copied_and_goes_afterwards(made, tmp_path):
-    """A folder, and one file under the mount's own name; both for any user to read, none to write."""
+    """A folder, and one file under the mount's own name; every user may read them, none may write."""
     source = tmp_path / "corpus"
     (source / "deep").mkdir(parents=True, mode=0o700)
     (source / "deep" / "x.txt").write_text("x")
@@ -80,7 +80,7 @@ def test_what_a_sidecar_copies_in_is_copied_and_goes_afterwards(made, tmp_path):
 
 
 def test_variables_secrets_and_limits_are_those_of_the_spec(made):
-    """The limits, not the requests: a request is what must be there."""
+    """The limits, not the requests: a request is only a minimum."""
     spec = stage(
         env=[{"name": "A", "value": "1"}, {"name": "KEY", "value_from": "env:TOKEN"}],
         resources={
@@ -101,7 +101,7 @@ def test_variables_secrets_and_limits_are_those_of_the_spec(made):
 
 
 def test_what_no_container_here_can_have_is_told_at_once(tmp_path):
-    """A claim, an export that is not mounted, an absent folder, several nodes: each with what to do."""
+    """A claim, an export that is not mounted, an absent folder, several nodes: each with the fix."""
     spec = stage(
         num_nodes=2,
         volumes=[
@@ -124,7 +124,7 @@ def test_what_no_container_here_can_have_is_told_at_once(tmp_path):
 
 
 def test_an_export_that_is_mounted_at_its_path_is_taken_from_there(made):
-    """The machine's own mount; nobody mounts anything."""
+    """The machine's own mount; the run mounts nothing itself."""
     spec = stage(volumes=[volume("nfs://host/path", "/mnt/data")])
 
     check_stage(spec, replace(HERE, is_mounted=lambda path: path == "/mnt/data"))
@@ -133,7 +133,7 @@ def test_an_export_that_is_mounted_at_its_path_is_taken_from_there(made):
 
 
 def test_a_stage_that_wants_a_gpu_runs_on_none_only_when_it_says_so(monkeypatch, tmp_path):
-    """Told before anything is built."""
+    """The error comes before the build."""
     monkeypatch.setattr(
         containers, "look_here", lambda: Here(cpus=2, memory_bytes=1 << 33, disk_bytes=1 << 33)
     )
@@ -148,12 +148,12 @@ def test_a_stage_that_wants_a_gpu_runs_on_none_only_when_it_says_so(monkeypatch,
 
     with pytest.raises(NoOfferError, match=r"1 x A100 asked for, here: none; .*cpu_fallback: true"):
         run(need)
-    with pytest.raises(SpecError, match="claim of Kubernetes"):  # which is looked at next
+    with pytest.raises(SpecError, match="claim of Kubernetes"):  # which is checked next
         run({**need, "cpu_fallback": True})
 
 
 def test_packages_of_conda_are_built_as_they_are_written(monkeypatch):
-    """They are no names that pip's index knows, and no lock holds them."""
+    """Pip's index does not know their names, and no lock contains them."""
     built = []
 
     def build(_spec, requirements, *_given, **_named):
@@ -170,7 +170,7 @@ def test_packages_of_conda_are_built_as_they_are_written(monkeypatch):
 
 
 def test_bases_that_this_machine_does_not_allow_start_no_container(monkeypatch):
-    """Whoever holds builds to certain bases means the images that ``run`` builds, too."""
+    """A restriction of builds to certain bases also covers the images that ``run`` builds."""
     monkeypatch.setenv("ENVSCALER_ALLOWED_BASES", "python:*, debian:*")
 
     with pytest.raises(SpecError, match=r"base.image: b is not allowed here; write one that matches python:"):
@@ -204,7 +204,7 @@ def test_the_shell_tells_it_in_one_message(tmp_path, monkeypatch):
     ],
 )
 def test_what_a_container_would_not_heed_is_refused(options, named, tmp_path):
-    """A budget that holds nothing, or a training begun anew beside a checkpoint, is found out late."""
+    """Otherwise a budget without effect, or a restart beside a checkpoint, is discovered late."""
     got = CliRunner().invoke(
         main, ["run", "-f", "e.yaml", "--target", "docker", "--store", f"file://{tmp_path}/s", *options]
     )
@@ -215,7 +215,7 @@ def test_what_a_container_would_not_heed_is_refused(options, named, tmp_path):
 
 @pytest.mark.parametrize("name", ["nightly-1", "../../etc", "/etc", "a/b", "..", "x" * 300])
 def test_outputs_of_a_run_are_one_folder_below_the_working_directory(name, tmp_path, monkeypatch):
-    """As the store names it: no name leads out."""
+    """As the store names it: no name leads out of the folder."""
     monkeypatch.chdir(tmp_path)
 
     folder = outputs_folder(RunKey("d", "shell", name, "task"))

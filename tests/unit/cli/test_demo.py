@@ -1,4 +1,4 @@
-"""Unit tests of the demo's narration: each fact once, and the machine taken away at the right moment."""
+"""Unit tests of the demo's narration: each fact once, and the machine is lost at the right moment."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ class Run:
     """A run in a store of its own, to which a test appends."""
 
     def __init__(self, folder):
-        """Begin with an empty store."""
+        """Start with an empty store."""
         self.store = open_store(str(folder))
         self.log = EventLog(self.store, PREFIX, clock=lambda: 0.0)
         self.story = StageStory(self.store, PREFIX, "train")
@@ -62,7 +62,7 @@ class Run:
         self.append("attempt-started", attempt=attempt, handle={"backend": "local", "name": f"a{attempt}"})
 
     def say(self, attempt, start_step=0, saved=None, **progress):
-        """Write what node 0 says."""
+        """Write node 0's status."""
         status = Status(
             generation=1,
             attempt=attempt,
@@ -73,7 +73,7 @@ class Run:
         self.store.write(f"{PREFIX}/{status_name(1, attempt, 0)}", status.to_json())
 
     def move(self, step):
-        """Have attempt 1 moved to two CPUs at *step*."""
+        """Let attempt 1 move to two CPUs at *step*."""
         target = {"target": _allocation(2), "reason": "it pays"}
         self.append("move-requested", from_attempt=[1, 1], **target)
         self.append(
@@ -93,7 +93,7 @@ def run(tmp_path):
 
 
 def test_tells_each_fact_once(run):
-    """A second look at an unchanged store has nothing to say."""
+    """A second read of an unchanged store prints nothing."""
     assert run.story.look() == [
         "generation 1 begins: first start",
         "attempt 1 on local/cpu-1 ($0.0500/h): first attempt",
@@ -103,7 +103,7 @@ def test_tells_each_fact_once(run):
 
 
 def test_prints_what_the_training_printed_once(run):
-    """Chunks come one after the other."""
+    """Chunks come one after another."""
     run.story.look()
     run.store.write(f"{PREFIX}/{log_name(1, 1, 0, 1)}", b"epoch 1\nepoch 2\n")
 
@@ -128,7 +128,7 @@ def test_tells_a_move_with_its_reasons(run):
 
 
 def test_tells_how_much_a_loss_has_cost(run):
-    """Seen at step 627, saved at 572: 55 steps again."""
+    """Seen at step 627, saved at 572: 55 steps are repeated."""
     run.story.look()
     run.append("attempt-ended", attempt=1, outcome="lost", detail="gone", step=627, checkpoint_step=572)
     run.begin(2, cpus=1, reason="after: lost")
@@ -168,7 +168,7 @@ def test_tells_what_ends_a_run(run, kind, body, line):
 
 
 def test_waits_for_a_checkpoint_after_the_move_and_some_steps_beyond(run):
-    """Nine steps beyond are too few; ten are a loss that is seen."""
+    """Nine steps beyond the checkpoint are too few; ten are a visible loss."""
     run.move(step=100)
 
     def why(**said):
@@ -182,7 +182,7 @@ def test_waits_for_a_checkpoint_after_the_move_and_some_steps_beyond(run):
 
 
 def test_without_a_move_the_machine_goes_late(run):
-    """At half of the work a move may still come; beyond 60 % it is not waited for."""
+    """At half of the work a move may still come; beyond 60 % the demo does not wait for it."""
 
     def why(step):
         run.say(1, step=step, total_steps=400, saved=step - 20)
@@ -203,7 +203,7 @@ def test_never_takes_a_machine_away_while_an_answer_is_due(run):
 
 
 def test_concludes_what_was_moved_lost_and_learned(run):
-    """Ten steps/s, then twenty; a loss; a model of whole epochs that beats the most frequent label."""
+    """Ten steps/s, then twenty; a loss; a model of complete epochs that beats the most frequent label."""
     run.append(
         "attempt-ended",
         attempt=1,
@@ -246,7 +246,7 @@ def test_concludes_what_was_moved_lost_and_learned(run):
 
 
 def test_says_so_when_no_move_paid_and_nothing_was_lost(run):
-    """The demo succeeds all the same."""
+    """The demo succeeds nevertheless."""
     run.story.look()
 
     assert conclusions({"train": run.story, "score": run.story}, None) == [
@@ -256,7 +256,7 @@ def test_says_so_when_no_move_paid_and_nothing_was_lost(run):
 
 
 def test_shows_progress_as_far_as_it_is_known():
-    """A phase alone before the first step."""
+    """Only the phase before the first step."""
     busy = Progress(step=5, total_steps=9, epoch=1, epochs=3, steps_per_s=2.0, loss=0.5)
 
     moving = Status(phase="restoring", transfer=Transfer("restoring", "checkpoint 440", 1, 8))
@@ -286,7 +286,7 @@ def test_the_demo_says_at_once_that_its_stages_need_numpy(monkeypatch):
 
 
 def test_a_termination_is_an_interrupt():
-    """SIGTERM and SIGHUP stop everything as Ctrl-C does, and the handlers are put back."""
+    """SIGTERM and SIGHUP stop everything like Ctrl-C, and the handlers are restored."""
     before = signal.getsignal(signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt), _interruptible():
@@ -296,7 +296,7 @@ def test_a_termination_is_an_interrupt():
 
 
 def test_a_node_that_was_made_again_goes_on_within_its_attempt(run):
-    """As an evicted pod does: told once."""
+    """As an evicted pod does: printed once."""
     run.say(1, start_step=0, step=10)
     run.story.look()
 
@@ -308,12 +308,12 @@ def test_a_node_that_was_made_again_goes_on_within_its_attempt(run):
 
 @pytest.mark.parametrize(("value", "shown"), [(0.7791, "0.779"), (0, "0.000"), (None, "?"), ("high", "?")])
 def test_an_accuracy_that_is_unknown_is_not_nought(value, shown):
-    """What a stage did not write is shown as a question."""
+    """A missing output of a stage is shown as a question mark."""
     assert _share(value) == shown
 
 
 def test_the_demo_on_a_cluster_says_what_it_needs(monkeypatch):
-    """All of it at once, before anything is started."""
+    """All errors at once, before anything is started."""
     for name in ("ENVSCALER_STORE_URL", "ENVSCALER_DEMO_IMAGE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -325,7 +325,7 @@ def test_the_demo_on_a_cluster_says_what_it_needs(monkeypatch):
 
 
 def test_the_demos_cluster_goes_by_the_environment(monkeypatch, tmp_path):
-    """A file store is mounted where it lies; a file of settings goes over the demo's own."""
+    """A file store is mounted at its path; a settings file takes precedence over the demo's own."""
     (tmp_path / "config.yaml").write_text("{namespace: ml, cluster_prices: []}")
     (tmp_path / "store").mkdir()
     monkeypatch.setenv("ENVSCALER_CONFIG", str(tmp_path / "config.yaml"))
@@ -350,7 +350,7 @@ def test_the_demos_cluster_goes_by_the_environment(monkeypatch, tmp_path):
 
 
 class TestPatience:
-    """The demo waits as long as anything moves (F3)."""
+    """The demo waits as long as there is progress (F3)."""
 
     def test_steps_that_move_are_waited_for_without_end(self, run):
         """A day of a slow machine: a step each five minutes."""
@@ -373,7 +373,7 @@ class TestPatience:
             patience.look(run.story.marks(), number * STUCK_S)
 
     def test_what_does_not_move_is_given_up(self, run):
-        """A heartbeat alone is no progress."""
+        """A heartbeat alone is not progress."""
         run.begin(1, 1, "first")
         run.say(1, step=3)
         run.story.look()
@@ -391,23 +391,23 @@ class Broken:
     url = "http://localhost:1"
 
     def __init__(self, *_args, **_kwargs):
-        """As AirflowServices is made."""
+        """Create it like AirflowServices."""
 
     def __enter__(self):
-        """It has started."""
+        """Record the start."""
         return self
 
     def __exit__(self, *_args):
-        """It is stopped."""
+        """Record the stop."""
 
     def trigger_dag(self, *_args, **_kwargs):
-        """Nothing is triggered."""
+        """Trigger nothing."""
         raise RuntimeError("no such DAG")
 
 
 @pytest.mark.parametrize("serve", [True, False])
 def test_a_failure_keeps_the_ui_up_where_that_was_asked_for(tmp_path, monkeypatch, capsys, serve):
-    """With SERVE=1 a person looks at what failed; without it the failure ends the demo (F3)."""
+    """With SERVE=1 a user looks at the failure; without it the failure ends the demo (F3)."""
     served = []
     monkeypatch.setattr("envscaler_airflow.cli.demo.AirflowServices", Broken)
     monkeypatch.setattr(Demo, "_serve", lambda _self, url: served.append(url))
@@ -427,7 +427,7 @@ class Busy:
     """An API server that is too busy for the first question, and answers the others."""
 
     def __init__(self):
-        """Nothing asked."""
+        """Start without questions."""
         self.asked = 0
 
     def run_state(self, *_args):
@@ -443,7 +443,7 @@ class Busy:
 
 
 def test_an_api_server_that_is_too_busy_ends_nothing(tmp_path, monkeypatch, capsys):
-    """It shares the cores with the training: no answer is said, and asked for again (F3)."""
+    """It shares the cores with the training: a missing answer is not reported, and the demo retries (F3)."""
     monkeypatch.setattr(demo_module, "LOOK_S", 0.0)
     monkeypatch.setattr(demo_module, "ASK_S", -1.0)
     made = Demo(tmp_path, tmp_path, _console(), demo_places.ThisMachine(tmp_path), {})
@@ -456,7 +456,7 @@ def test_an_api_server_that_is_too_busy_ends_nothing(tmp_path, monkeypatch, caps
 
 
 def test_a_question_that_times_out_is_asked_again(monkeypatch):
-    """Until the time of the wait is over (F3)."""
+    """Until the wait times out (F3)."""
     answers = [httpx.ReadTimeout("timed out"), None, "success"]
 
     def ask():

@@ -32,10 +32,10 @@ MIB = 1 << 20
 
 
 class Heard(Voice):
-    """Keeps what was said."""
+    """Keeps the printed lines."""
 
     def __init__(self):
-        """Nothing yet."""
+        """Start without lines."""
         super().__init__()
         self.lines = []
 
@@ -44,14 +44,14 @@ class Heard(Voice):
 
 
 class Ended:
-    """A controller that raises what a test says."""
+    """An owner that raises the test's error."""
 
     def __init__(self, err):
         """Raise *err*."""
         self.err = err
 
     def enter(self):
-        """As a first execution."""
+        """The number of the first execution."""
         raise self.err
 
 
@@ -65,12 +65,12 @@ def store(tmp_path):
 
 @pytest.fixture
 def owner(store):
-    """An owner of a run with nothing begun; its voice keeps the lines."""
+    """An owner of a run that has not started; its voice keeps the lines."""
     return Foreground(store, KEY, Stage(None, "s.yaml"), ScriptedBackend(), Heard(), Actor("me"))
 
 
 def ended(**body):
-    """A run that failed by an attempt that ended so."""
+    """A run whose attempt failed in this way."""
     last = replace(LIVE, phase="ended", ended={"outcome": "failed", **body})
     return RunState(status="failed", generation=1, attempts=(last,), failure="failed")
 
@@ -86,7 +86,7 @@ def ended(**body):
     ],
 )  # fmt: skip
 def test_the_exit_code_is_the_trainings(state, code):
-    """128 and more for a signal; never 0 of a run that failed; 87 after a cancel (F6)."""
+    """128 and more for a signal; never 0 for a failed run; 87 after a cancel (F6)."""
     assert exit_code(state) == code
 
 
@@ -125,7 +125,7 @@ def test_progress_is_one_line(progress, phase, line):
     ],
 )  # fmt: skip
 def test_progress_says_how_far_a_transfer_is(progress, phase, moving, line):
-    """In place of the phase that it is; nonsense of a node stays one line and below 100 % (F6)."""
+    """In place of the phase; an invalid value of a node stays one line and below 100 % (F6)."""
     state = RunState(status="active", generation=1, attempts=(LIVE,))
     status = Status(generation=1, attempt=1, phase=phase, progress=Progress(**progress), transfer=moving)
 
@@ -133,7 +133,7 @@ def test_progress_says_how_far_a_transfer_is(progress, phase, moving, line):
 
 
 def test_nothing_is_said_of_an_attempt_that_is_not_the_live_one():
-    """The status in the store may be of the one before."""
+    """The status in the store may be of the previous attempt."""
     state = RunState(status="active", generation=1, attempts=(replace(LIVE, number=2),))
 
     assert progress_line(Status(generation=1, attempt=1), state, now=1100.0) == ""
@@ -155,7 +155,7 @@ def test_where_no_person_looks_progress_is_told_now_and_then(capsys):
 
 
 def test_what_was_said_last_is_not_said_again(capsys):
-    """A shell that waits is woken often for the same."""
+    """A waiting shell is woken often for the same reason."""
     voice = Voice()
     for line in ("runs", "runs", "starts", "runs"):
         voice.say(line)
@@ -165,7 +165,7 @@ def test_what_was_said_last_is_not_said_again(capsys):
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
 def test_a_terminal_that_is_gone_ends_nothing(monkeypatch, number):
-    """A closed pipe, or a hang-up: nothing listens, and the run goes on (F5)."""
+    """A closed pipe, or a hang-up: no reader is left, and the run continues (F5)."""
 
     def gone(*_args, **_kwargs):
         raise OSError(number, "gone")
@@ -183,7 +183,7 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch, number):
 
 
 def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
-    """The backend's own words of an attempt that could not begin (F6)."""
+    """The backend's own message about an attempt that could not start (F6)."""
     log = EventLog(store, KEY.prefix)
     log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("me"))
     intended = {"generation": 1, "attempt": 1, "allocation": CPU.to_dict(), "reason": "r"}
@@ -213,7 +213,7 @@ def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
 
 
 def test_what_a_node_says_of_itself_is_said_once(owner, store):
-    """A store that is full, as the sidecar finds it; another number in the same words is no news (F6)."""
+    """A full store, as the sidecar finds it; another number in the same message is not news (F6)."""
     watch = Watch(store=store, prefix=KEY.prefix, backend=ScriptedBackend(), watching=Watching(0, 1))
     for words in (
         "outputs: No space left; retrying in 2 s",
@@ -249,7 +249,7 @@ def test_a_run_that_could_not_begin_is_recorded_as_failed(owner, store):
 
 @pytest.mark.parametrize("err", [StoreError("away", transient=True), StoreError("away")])
 def test_a_run_of_another_is_not_ended(owner, store, err):
-    """Nor one that may begin when the store answers again."""
+    """Nor one that may start when the store answers again."""
     log = EventLog(store, KEY.prefix)
     log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("another"))
     owner._holder.controller = Ended(err)
@@ -281,7 +281,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
 
 
 def test_the_last_lines_of_a_failed_training_are_not_printed_again(owner, monkeypatch):
-    """They came as they were printed; the cause was read four times (F6)."""
+    """They appear as printed; the cause was read four times (F6)."""
     told = "the stage failed: failed twice, exit code 1\nlast 1 line of attempt 2:\nValueError: y"
 
     def own(_self):

@@ -1,4 +1,4 @@
-"""``status``, ``logs``, ``report`` and ``cancel`` of runs that have no story, or a torn one."""
+"""``status``, ``logs``, ``report`` and ``cancel`` of runs without events, or with torn ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BEGUN = "d/shell/third/train/-1"
 
 @pytest.fixture
 def store(tmp_path):
-    """One run in a container, one that was killed before its first event, and one that has begun."""
+    """One run in a container, one that was killed before its first event, and one that has started."""
     made = open_store(f"file://{tmp_path}/store")
     made.write(f"{IN_CONTAINER}/{LOCK}", Lock("train", "3.11", image="localhost/train:1").to_text().encode())
     made.write(f"{NOT_BEGUN}/{LOCK}", Lock("train", "3.11").to_text().encode())
@@ -47,7 +47,7 @@ def call(store):
 
 
 def test_a_run_in_a_container_is_said_to_be_one(call):
-    """Its lock names an image and it has no events. What began nothing, and has no owner, never will (F5)."""
+    """Its lock names an image and it has no events. A run without start and owner never starts (F5)."""
     listed = json.loads(call("status", "--json").stdout)
 
     assert [(one["run"], one["status"]) for one in listed] == [
@@ -59,7 +59,7 @@ def test_a_run_in_a_container_is_said_to_be_one(call):
     "words", [["status"], ["logs"], ["logs", "-f"], ["report"], ["cancel"], ["cancel", "--wait"]]
 )
 def test_what_is_not_known_of_a_container_is_said_and_not_waited_for(call, words):
-    """Nobody would ever write its end to the store."""
+    """No process would ever write its end to the store."""
     got = call(*words, "nightly")
 
     assert got.exit_code == 2
@@ -80,7 +80,7 @@ def test_a_torn_run_is_listed_beside_the_others(call, store, name):
 
 @pytest.mark.parametrize("name", ["v1.2 of today", "a/b", "%41", "..", "x" * 100])
 def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
-    """As ``submit --name`` took it, and as its folder is written; another name finds nothing."""
+    """As given to ``submit --name``, and as its folder is written; another name finds nothing."""
     key = shell_key(store, name, "train")
     EventLog(store, key.prefix).append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
 
@@ -91,7 +91,7 @@ def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
 
 
 def test_who_waits_for_a_run_without_an_owner_is_told(store):
-    """Its lease stands still for three renewals: it would wait for ever. Until then it is waited for."""
+    """Its lease is not renewed three times: the shell would wait for ever. Until then it waits."""
     now, looks = [0.0], []
     EventLog(store, BEGUN).append(1, "owner", {"reason": "r"}, actor=Actor("airflow"))
 
@@ -109,24 +109,24 @@ def test_who_waits_for_a_run_without_an_owner_is_told(store):
 
 
 class TestOwners:
-    """Who owns a run, and whether that process is there (F5)."""
+    """The owner of a run, and whether that process is alive (F5)."""
 
     @pytest.fixture
     def owned(self, store):
-        """A run that this very process owns."""
+        """A run that this process owns."""
         EventLog(store, BEGUN).append(1, "owner", {"reason": "r"}, actor=Actor("me"))
         write_owner(store, BEGUN, "me", ScriptedBackend(()))
         return load_state(store, BEGUN)
 
     def test_a_process_of_this_machine_that_runs_is_there(self, store, owned):
-        """The process itself tells, at once."""
+        """The process itself shows it, at once."""
         found = owner_of(store, BEGUN, owned)
 
         assert (found.presence, found.why) == ("there", "the process runs")
         assert found.name.endswith(f":{os.getpid()}")
 
     def test_a_process_that_has_ended_is_gone(self, store, owned):
-        """Its number may be another's by now: the start time is compared too."""
+        """Its PID may be reused by now: the start time is compared too."""
         body = json.loads(store.read(f"{BEGUN}/{OWNER}"))
         body["process"]["start"] -= 1
         store.write(f"{BEGUN}/{OWNER}", json.dumps(body).encode())
@@ -134,7 +134,7 @@ class TestOwners:
         assert owner_of(store, BEGUN, owned).presence == "gone"
 
     def test_of_another_machine_the_age_of_the_lease_tells(self, store, owned, monkeypatch):
-        """Renewed a minute ago: there. An hour ago: gone, by the store's clock, and so said."""
+        """Renewed a minute ago: alive. An hour ago: gone, by the store's clock, and shown as such."""
         body = json.loads(store.read(f"{BEGUN}/{OWNER}"))
         body["machine"]["host"] = "another"
         store.write(f"{BEGUN}/{OWNER}", json.dumps(body).encode())
@@ -150,7 +150,7 @@ class TestOwners:
 
     @pytest.mark.parametrize("text", [b"{", b"[]", b'{"ti_id": 3}', b'{"ti_id": "me", "schema": "9.0"}'])
     def test_a_torn_file_is_not_believed(self, store, owned, text):
-        """Then only the lease counts, and there is none."""
+        """Then only the lease counts, and it does not exist."""
         store.write(f"{BEGUN}/{OWNER}", text)
 
         assert owner_of(store, BEGUN, owned).name == "a shell"
@@ -181,7 +181,7 @@ def test_who_follows_a_run_that_no_owner_watches_is_told(call, store, monkeypatc
 
 
 def test_a_list_is_filtered_by_status_name_and_age(call, store):
-    """Several statuses with commas between; one that does not exist is refused (F5)."""
+    """Several statuses, separated by commas; an unknown one is refused (F5)."""
     old = EventLog(store, "d/shell/old/train/-1", clock=lambda: 1000.0)
     old.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
     old.append(1, "stopped", {"generation": 1, "reason": "asked"})
@@ -198,7 +198,7 @@ def test_a_list_is_filtered_by_status_name_and_age(call, store):
 
 @pytest.mark.parametrize("words", [["cancel"], ["cancel", "--wait"]])
 def test_a_run_that_no_owner_watches_is_stopped_by_cancel_itself(call, store, words):
-    """It never began an attempt: it is said, recorded, and waited for no time at all (F5)."""
+    """It never started an attempt: cancel reports and records that, without a wait (F5)."""
     got = call(*words, "third")
 
     assert got.exit_code == 0
@@ -210,7 +210,7 @@ def test_a_run_that_no_owner_watches_is_stopped_by_cancel_itself(call, store, wo
 
 
 def test_a_run_of_airflow_that_no_owner_watches_keeps_its_owner(call, store):
-    """Only its task may take it over: the request waits for the next try, and that is said (F5)."""
+    """Only its task may take it over: the request waits for the next try, and cancel reports that (F5)."""
     prefix = "d/retrain/manual/train/-1"
     begun = {"generation": 1, "reason": "entered", "spec_hash": "0"}
     EventLog(store, prefix).append(0, "generation", begun, actor=Actor("ti-1"))
@@ -251,7 +251,7 @@ def test_an_attempt_that_there_is_not_is_told(call):
 
 
 def test_names_are_whole_on_a_narrow_terminal():
-    """Eighty columns, and a deployment's name of 36: the run can be copied from the table."""
+    """Eighty columns, and a deployment's name of 36: the run's name can be copied from the table."""
     deployment = "660f338b-a8ab-41b4-bdba-9f4b4f485157"
     rows = [RunRow(f"{deployment}/retrain_text_classifier/scheduled__2026-07-20/train/-1", "active")]
     console = Console(width=80, file=io.StringIO())
@@ -274,7 +274,7 @@ def test_names_are_whole_on_a_narrow_terminal():
     ],
 )
 def test_a_run_begins_from_nothing_that_is_no_checkpoint(call, store, monkeypatch, tmp_path, uri, words):
-    """Refused before anything starts: an attempt would wait for it, and cost."""
+    """Refused before anything starts: an attempt would wait for it, and cost money."""
     spec = tmp_path / "train.yaml"
     spec.write_text("version: v1\nname: train\nentrypoint: [python3, -V]\n")
     store.write("empty/x", b"")

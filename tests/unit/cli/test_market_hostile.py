@@ -1,4 +1,4 @@
-"""Options, files and folders that say nothing sensible: one clear error, no traceback, nothing lost."""
+"""Invalid options, files and folders: one clear error, no traceback, nothing lost."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def is_refused(got, words):
     ],
 )
 def test_what_says_nothing_sensible_is_refused(shell, command, options, words):
-    """With the option, and what to write."""
+    """The error has the option, and a valid value."""
     if command in ("run", "submit", "build"):
         is_refused(CliRunner().invoke(main, [command, *options]), words)
     else:
@@ -118,19 +118,19 @@ def test_what_says_nothing_sensible_is_refused(shell, command, options, words):
     ],
 )
 def test_a_scope_that_is_none_is_refused(shell, text, words):
-    """A text is no list of its letters, and a slip in a name is not an empty market."""
+    """A text is not a list of its letters, and a typo in a name is not an empty market."""
     is_refused(shell("offers", scope=text), words)
 
 
 def test_nodes_that_are_nested_without_end_are_refused(shell, tmp_path):
-    """As every text that is no list of nodes."""
+    """Like every text that is not a list of nodes."""
     (tmp_path / "nodes.json").write_text('{"items": ' + "[" * 100_000)
 
     is_refused(shell("offers", "--nodes", str(tmp_path / "nodes.json")), "kubectl get nodes -o json")
 
 
 def test_nodes_from_a_closed_standard_input_are_refused(monkeypatch):
-    """Cron and daemons close it; click itself fails with a traceback there."""
+    """Cron and daemons close it; click itself fails with a traceback then."""
     monkeypatch.setattr(sys, "stdin", None)
 
     with pytest.raises(click.BadParameter, match="standard input is closed; name a file"):
@@ -138,7 +138,7 @@ def test_nodes_from_a_closed_standard_input_are_refused(monkeypatch):
 
 
 def test_without_money_only_what_is_free_will_do(shell):
-    """What costs anything an hour is over a budget of nothing, however fast it may be."""
+    """Every offer with a price exceeds a budget of zero, however fast it is."""
     is_refused(shell("plan", "--budget", "0", "--json"), "takes 0.2 USD an hour at best, budget is 0")
 
     free = json.loads(shell("plan", "--budget", "0", "--json", "--own", BOX).output)
@@ -154,7 +154,7 @@ def test_a_strategy_of_deadlines_without_one_says_so(shell):
 
 @pytest.mark.parametrize("command", ["run", "submit"])
 def test_a_run_from_a_shell_says_that_it_has_no_deadline(command):
-    """Its strategy would count hours for nothing, unseen."""
+    """Otherwise its strategy would silently count hours as free."""
     told = CliRunner().invoke(main, [command, "--strategy", "deadline", "--name", ""]).output
     plain = CliRunner().invoke(main, [command, "--strategy", "cost", "--name", ""]).output
 
@@ -174,7 +174,7 @@ def test_a_full_disk_is_an_error_in_words(monkeypatch, shell):
 
 
 def test_without_a_home_one_hears_what_to_set(shell, monkeypatch):
-    """A pod's user whom the system does not know, without HOME; a folder for the cache is enough."""
+    """A pod's user that the system does not know, without HOME; a folder for the cache is enough."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(sources.cache_dir()))
     assert shell("plan").exit_code == 0
 
@@ -187,7 +187,7 @@ def test_without_a_home_one_hears_what_to_set(shell, monkeypatch):
 
 
 def test_another_error_is_not_taken_for_a_missing_home(shell, monkeypatch):
-    """A defect of ours stays one."""
+    """A bug of ours stays a traceback."""
 
     def broken(*_, **__):
         raise RuntimeError("defect")
@@ -212,7 +212,7 @@ def test_a_cache_that_may_not_be_looked_into_costs_live_prices_only(shell, monke
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A folder for prices over a snapshot of five regions."""
+    """A folder for prices and a snapshot of five regions."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     places = ["aws us-east-1", "aws us-west-2", "aws eu-west-1", "azure eastus", "gcp us-central1"]
     offers = [Offer(*place.split(), "g4dn.xlarge", "on-demand", 4, 16, usd_per_hour=0.5) for place in places]
@@ -222,7 +222,7 @@ def cache(tmp_path, monkeypatch):
 
 
 class Feed:
-    """Says what a T4 costs in a region."""
+    """Returns a T4's price in a region."""
 
     cloud = "aws"
 
@@ -239,7 +239,7 @@ def _refresh(folder, region, start):
 
 
 def test_two_refreshes_at_once_lose_neither(cache):
-    """The catalog that is made last has the books of both."""
+    """The catalog that is built last has the price lists of both."""
     regions = ["us-east-1", "us-west-2", "eu-west-1"]
     context = multiprocessing.get_context("fork")
     start = context.Barrier(len(regions))
@@ -256,7 +256,7 @@ def test_two_refreshes_at_once_lose_neither(cache):
 
 
 def test_nobody_changes_a_book_while_another_is_at_it(cache, monkeypatch):
-    """The lock is held while a book is merged, and while the catalog is made."""
+    """The lock is taken while a price list is merged, and while the catalog is built."""
     held, real = [], {name: getattr(shelf_module, name) for name in ("refreshed", "pack")}
 
     def watched(name):
@@ -280,7 +280,7 @@ def test_nobody_changes_a_book_while_another_is_at_it(cache, monkeypatch):
 
 
 def test_a_refresh_that_is_killed_keeps_what_it_had(cache, monkeypatch):
-    """Without a chance to do anything more: plans already go by the first region's prices."""
+    """SIGKILL leaves no chance to clean up: plans already use the first region's prices."""
 
     class Killed(BaseException):
         pass
@@ -312,7 +312,7 @@ def test_a_refresh_that_is_killed_keeps_what_it_had(cache, monkeypatch):
     ],
 )
 def test_each_cloud_is_asked_for_its_own_regions(clouds, regions, asked, cache, monkeypatch):
-    """None is left out silently, and no cloud is asked for another's."""
+    """None is left out silently, and each region goes to its own cloud."""
     heard = []
 
     def feed(cloud, **_):
@@ -342,13 +342,13 @@ def test_each_cloud_is_asked_for_its_own_regions(clouds, regions, asked, cache, 
     ],
 )
 def test_a_region_that_is_none_is_refused(words, told, cache):
-    """Before any cloud is asked."""
+    """Before any request to a cloud."""
     is_refused(CliRunner().invoke(main, ["catalog", "refresh", *words]), told)
     assert not list(cache.iterdir())
 
 
 def test_a_cloud_without_a_key_does_not_hold_up_the_others(cache, monkeypatch):
-    """What the others said is kept and in the catalog; what is missing is said, exit code 2."""
+    """The others' answers are stored and in the catalog; the missing one is reported, exit code 2."""
 
     def feed(cloud, **_):
         if cloud == "gcp":
@@ -365,7 +365,7 @@ def test_a_cloud_without_a_key_does_not_hold_up_the_others(cache, monkeypatch):
 
 
 def test_what_a_killed_refresh_left_half_written_is_written_over(cache):
-    """A torn file of the last try is no book, and is gone after the next."""
+    """A torn file of the last try is not a price list, and the next refresh removes it."""
     torn = cache / "prices-aws-us-east-1.json.new"
     torn.write_text('{"cloud": "a')
 

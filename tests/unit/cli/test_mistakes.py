@@ -1,4 +1,4 @@
-"""What the shell answers to usual mistakes: what is wrong, where, what it got, and what to write."""
+"""The shell's answer to usual mistakes: what is wrong, where, the value, and what to write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ entrypoint: [python, train.py]
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """Runs a command in a folder with a spec and its code; gives the exit code and all that it prints."""
+    """Runs a command in a folder with a spec and its code; returns the exit code and the output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
@@ -54,7 +54,7 @@ def shell(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_an_answer_says_what_to_write(shell, words, answer):
-    """These said only what was wrong (F)."""
+    """Their messages named only what was wrong (F)."""
     code, text = shell(*words.split())
 
     assert code == 2
@@ -70,7 +70,7 @@ def test_an_answer_says_what_to_write(shell, words, answer):
     ],
 )
 def test_a_script_that_is_missing_is_refused_before_anything_runs(shell, tmp_path, entrypoint, answer):
-    """An attempt began, and Python's own error was the answer (F)."""
+    """An attempt started, and Python's own error was the answer (F)."""
     code, text = shell("run", spec=SPEC.replace("[python, train.py]", entrypoint))
 
     assert (code, answer in text) == (2, True), text
@@ -88,7 +88,7 @@ def test_a_script_that_is_missing_is_refused_before_anything_runs(shell, tmp_pat
     ],
 )
 def test_dry_run_names_what_run_would_stumble_over(shell, more, answer):
-    """It said "nothing missing", and the run failed (F4)."""
+    """The dry run printed "nothing missing", and the run failed (F4)."""
     code, text = shell("dry-run", spec=SPEC.replace("entrypoint: [python, train.py]", more))
 
     assert (code, answer in text) == (1, True), text
@@ -103,18 +103,18 @@ def test_dry_run_names_what_run_would_stumble_over(shell, more, answer):
     ],
 )
 def test_what_is_no_map_gets_an_example_of_one(shell, more, answer):
-    """The words "write a map" did not say which (F)."""
+    """The words "write a map" did not show what map (F)."""
     assert answer in shell("validate", spec=f"{SPEC}{more}\n")[1]
 
 
 def test_the_demo_refuses_params_that_its_dag_does_not_have(shell):
-    """It ran for minutes and did not heed them (F)."""
+    """It ran for minutes and ignored them (F)."""
     assert "parameters: foo: is not declared by the spec" in shell("demo", "--set", "foo=1")[1]
     assert "epochs: 0 is out of bounds" in shell("demo", "--set", "epochs=0")[1].replace("'", "")
 
 
 def test_init_says_where_the_next_command_is_typed(shell):
-    """In the folder that it made, the one it names (F)."""
+    """In the folder that it created and names (F)."""
     assert "next: cd 'a b', then envscaler validate, then envscaler run" in shell("init", "a b")[1]
     assert "next: envscaler validate" in shell("init", "--force", ".")[1]
 

@@ -1,4 +1,4 @@
-"""Events of a run whose fields are of odd types, as the shell answers them."""
+"""Events of a run with fields of odd types, and the shell's answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def changed(body, path, value):
 
 
 def answer(folder, command):
-    """What the shell says of the run; never a traceback."""
+    """The shell's output about the run; never a traceback."""
     got = CliRunner().invoke(main, [command, KEY.run_id, "--json", "--store", f"file://{folder}"])
     assert got.exception is None or isinstance(got.exception, SystemExit), got.exception
     return got
@@ -49,7 +49,7 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_recorded_run_is_answered(run, tmp_path, command):
-    """As it stands, so that the test below changes what is read."""
+    """Unchanged, so that the test below changes what is read."""
     got = answer(tmp_path, command)
 
     assert got.exit_code == 0, got.output
@@ -59,7 +59,7 @@ def test_the_recorded_run_is_answered(run, tmp_path, command):
 @pytest.mark.parametrize("shift", [0, 5])
 @pytest.mark.parametrize("name", EVENTS)
 def test_an_event_of_odd_types_is_an_answer_or_an_error_of_ours(run, tmp_path, name, shift):
-    """Exit code 0 with JSON, or 2 with a line that names the event, whichever field it is (A8)."""
+    """Exit code 0 with JSON, or 2 with a line that names the event, for every field (A8)."""
     body = json.loads((run / "events" / name).read_text())
 
     for index, path in enumerate(paths_of(body)):

@@ -1,4 +1,4 @@
-"""``--output json`` on every verb, and progress where no person looks."""
+"""``--output json`` on every verb, and progress without a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envscaler_airflow.store.base import check_store, open_store
 
 
 def leaves(command, path=()):
-    """Every verb with its words."""
+    """Every verb with its arguments."""
     if not isinstance(command, click.Group):
         return [(path, command)]
     context = click.Context(command)
@@ -27,7 +27,7 @@ VERBS = leaves(main)
 
 @pytest.mark.parametrize(("words", "verb"), VERBS, ids=[" ".join(words) for words, _ in VERBS])
 def test_every_verb_has_json_output(words, verb):
-    """By the same option everywhere (F6)."""
+    """With the same option everywhere (F6)."""
     options = {item.name: item for item in verb.params}
 
     assert options["output_form"].opts == ["--output"]
@@ -37,7 +37,7 @@ def test_every_verb_has_json_output(words, verb):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    """What a verb prints as JSON, in a folder of its own."""
+    """A verb's JSON output, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")
     check_store(open_store(f"file://{tmp_path}/store"))
@@ -52,7 +52,7 @@ def call(tmp_path, monkeypatch):
 
 
 def test_json_holds_what_the_text_says(call):
-    """Nothing else is on standard output, so that a tool can read it (F6)."""
+    """Standard output has nothing else, so that a tool can read it (F6)."""
     assert call("init") == {"files": ["envscaler.yaml", "main.py", "requirements.txt"]}
     assert call("registry", "list", "envscaler/python") == {"envscaler/python": ["1.0.0"]}
     assert call("registry", "show", "envscaler/python@1")["text"].startswith("# Plain Python")
@@ -67,10 +67,10 @@ def test_json_holds_what_the_text_says(call):
 
 
 class TestBars:
-    """Progress where no person looks is a line with a percentage now and then (F6)."""
+    """Without a terminal, progress is an occasional line with a percentage (F6)."""
 
     def test_a_line_every_few_seconds(self, capsys):
-        """Work that is over before the first prints none."""
+        """Work that ends before the first line prints none."""
         now = [0.0]
         shown = Bar("simulating deadline", 200, monotonic=lambda: now[0])
 
@@ -84,7 +84,7 @@ class TestBars:
         ]
 
     def test_steps_of_a_builder_have_a_percentage(self, capsys):
-        """Of three steps the second begins at 33 %."""
+        """Of three steps the second starts at 33 %."""
         with bar("building") as shown:
             shown.say("[2/3] RUN apt-get install git")
             shown.say("unchanged, nothing to build")
@@ -95,7 +95,7 @@ class TestBars:
         ]
 
     def test_on_a_terminal_it_is_a_bar(self, monkeypatch):
-        """Rich draws it, and steps move it."""
+        """Rich draws it, and steps advance it."""
         monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
 
         with bar("building") as shown:

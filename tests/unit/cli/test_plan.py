@@ -38,7 +38,7 @@ checkpoint: {path: /ckpt}
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """Run a command on the tables above; the spec asks for the given GPU."""
+    """Run a command on the tables above; the spec requests the given GPU."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "offers.csv").write_text("\n".join([",".join(COLUMNS), *LINES]) + "\n")
 
@@ -56,7 +56,7 @@ def words(line):
 
 
 def test_plan_prints_the_table_that_users_know(shell):
-    """The chosen one is marked, zones at one price are one line, the others say what they cost more."""
+    """The chosen one is marked, zones at one price are one line, the others show their extra cost."""
     got = shell("plan")
 
     lines = got.output.splitlines()
@@ -72,7 +72,7 @@ def test_plan_prints_the_table_that_users_know(shell):
 
 
 def test_plan_as_json_has_chosen_candidates_and_rejected(shell):
-    """With every field that tools are promised."""
+    """With every documented field, for tools."""
     got = json.loads(shell("plan", "--json").output)
 
     chosen = got["chosen"]
@@ -98,7 +98,7 @@ def test_plan_as_json_has_chosen_candidates_and_rejected(shell):
 
 
 def test_plan_keeps_to_clouds_and_scope(shell, tmp_path):
-    """Azure alone, by name and by file."""
+    """Azure alone, by name and by scope file."""
     (tmp_path / "scope.json").write_text('{"azure": ["eastus"]}')
 
     for more in (["--clouds", "azure"], ["--scope", str(tmp_path / "scope.json")]):
@@ -110,7 +110,7 @@ def test_plan_keeps_to_clouds_and_scope(shell, tmp_path):
 
 
 def test_a_request_that_nothing_meets_fails_with_the_nearest_miss(shell):
-    """Exit code 2, the error, and the table of what came near."""
+    """Exit code 2, the error, and the table of the nearest misses."""
     got = shell("plan", gpu="T4:8")
 
     assert got.exit_code == 2
@@ -119,7 +119,7 @@ def test_a_request_that_nothing_meets_fails_with_the_nearest_miss(shell):
 
 
 def test_exact_counts_refuse_larger_machines(shell):
-    """Three T4 fit on a machine of four, unless it must be three."""
+    """Three T4 fit on a machine of four, unless the spec requires exactly three."""
     assert json.loads(shell("plan", "--json", gpu="T4:3").output)["chosen"]["accelerators"] == {"T4": 4}
 
     got = shell("plan", "--exact", gpu="T4:3")
@@ -158,14 +158,14 @@ def test_offers_like_another_are_found_elsewhere(shell):
 
 
 def test_a_gpu_that_nobody_sells_gets_a_hint(shell):
-    """The nearest name stands in the message."""
+    """The message has the nearest name."""
     got = shell("offers", "--gpu", "A10H")
 
     assert (got.exit_code, got.output) == (2, "Error: --gpu: GPU 'A10H' is not known; write A10\n")
 
 
 def test_a_job_is_planned_with_times_costs_and_mixed_fleets(shell):
-    """What it takes, how sure that is, and where the speed is from."""
+    """Duration, certainty, and the source of the speed."""
     got = json.loads(shell("plan", "--json", "--job", "resnet50-imagenet", "--work", "1e6").output)
 
     chosen = got["chosen"]
@@ -174,11 +174,11 @@ def test_a_job_is_planned_with_times_costs_and_mixed_fleets(shell):
         chosen["expected_time_h"] * chosen["usd_per_hour"], rel=1e-3
     )
     assert chosen["speed_source"] == "fitted"
-    assert got["fleets"] == []  # one node is all that was asked for
+    assert got["fleets"] == []  # the spec requires only one node
 
 
 def test_jobs_are_listed(shell):
-    """With where each speed is from."""
+    """With the source of each speed."""
     got = shell("plan", "--job", "list")
 
     assert got.exit_code == 0, got.output
@@ -187,7 +187,7 @@ def test_jobs_are_listed(shell):
 
 
 def test_what_runs_found_sold_out_is_passed_over(shell, tmp_path):
-    """The store of those runs is named."""
+    """The message names the store of those runs."""
     (tmp_path / "store").mkdir()
     store = open_store(str(tmp_path / "store"))
     sold_out = Offer("aws", "us-east-1", "g4dn.xlarge", "on-demand", 4, 16, "us-east-1a", "T4", 1, 16, 0.526)
@@ -200,7 +200,7 @@ def test_what_runs_found_sold_out_is_passed_over(shell, tmp_path):
 
 
 def test_data_that_are_no_place_are_an_error(shell):
-    """What to write."""
+    """The message names the fix."""
     got = shell("plan", "--data", "s3://bucket/data")
 
     assert got.exit_code == 2
@@ -247,14 +247,14 @@ def test_a_mixed_fleet_is_told_where_both_markets_will_do(shell, tmp_path):
 )
 @pytest.mark.parametrize("command", ["plan", "offers"])
 def test_what_was_refused_of_a_table_is_named(shell, tmp_path, command, line):
-    """By both commands, also where no offer is left."""
+    """From both commands, also without a remaining offer."""
     (tmp_path / "offers.csv").write_text("\n".join([",".join(COLUMNS), line]) + "\n")
 
     assert "note: refused: offers.csv:2: " in shell(command).output
 
 
 def test_a_machine_of_ones_own_is_among_the_others_and_costs_nothing(shell):
-    """Unless its owner says otherwise; it is never rounded, and stands by its name."""
+    """Unless its owner sets a price; it is never rounded, and is listed by its name."""
     free = json.loads(shell("plan", "--json", "--own", "box,cpus=8,memory=32Gi,gpu=T4:1").output)
     dear = json.loads(shell("plan", "--json", "--own", "box,cpus=8,memory=32Gi,gpu=T4:1,usd=9").output)
 
@@ -295,7 +295,7 @@ def test_a_machine_that_is_none_is_refused(shell, text):
 
 
 def test_an_empty_table_is_said_to_be_empty(shell, tmp_path):
-    """There is nothing to come near to."""
+    """There is no near miss."""
     (tmp_path / "offers.csv").write_text(",".join(COLUMNS) + "\n")
 
     got = shell("plan")
@@ -306,7 +306,7 @@ def test_an_empty_table_is_said_to_be_empty(shell, tmp_path):
 
 
 def test_a_chosen_fleet_is_the_first_line_of_the_table(tmp_path, monkeypatch):
-    """Both on demand is too dear an hour, one on spot beside one on demand is not, and two must be had."""
+    """Two on demand exceed the hourly limit, one spot beside one on demand does not, and two are required."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "s.yaml").write_text(
         "{version: v1, name: x, resources: {accelerators: 'T4:1'}, num_nodes: 1..2, entrypoint: [a],"
@@ -330,7 +330,7 @@ def test_a_chosen_fleet_is_the_first_line_of_the_table(tmp_path, monkeypatch):
 
 
 def test_what_costs_less_and_takes_longer_is_told_by_its_time():
-    """No candidate keeps the deadline for sure: the sooner one was chosen, and the other is no "same"."""
+    """No candidate is sure to keep the deadline: the sooner one was chosen, and the other is not "same"."""
     speed, work = Speed(1 / 3600, 0.5 / 3600, "user"), Work(10, "units")
     offer = Offer("aws", "us-east-1", "g4dn.xlarge", "on-demand", 4, 16, usd_per_hour=2.0)
     goal = Goal("deadline", deadline_s=36000.0)
@@ -362,7 +362,7 @@ def test_only_a_commitment_that_costs_less_is_worth_a_word(usd, share):
 
 
 def test_data_of_another_cloud_cost_what_that_cloud_charges(shell):
-    """100 GiB out of AWS are $9.00; a job is finished elsewhere all the same."""
+    """100 GiB out of AWS are $9.00; a job is finished elsewhere nevertheless."""
     words = [
         "--job",
         "resnet50-imagenet",
@@ -380,7 +380,7 @@ def test_data_of_another_cloud_cost_what_that_cloud_charges(shell):
 
 
 def test_an_unknown_price_says_how_to_get_it_where_that_is_possible():
-    """From the clouds that publish theirs."""
+    """For clouds that publish their prices."""
     notes = _unpriced({("aws", "spot"): ["us-east-1"], ("tencent", "on-demand"): [""]})
 
     assert [note.partition(", so it comes last")[2] for note in notes] == [
@@ -402,7 +402,7 @@ def test_an_unknown_price_says_how_to_get_it_where_that_is_possible():
     ],
 )
 def test_a_type_that_is_not_as_fast_all_the_time_is_said(cloud, name, is_burstable):
-    """By the names that its cloud gives them."""
+    """By the cloud's name of the type."""
     offer = Offer(cloud, "r", name, "on-demand", 2, 8)
 
     assert bool(_advice(Plan(Candidate(Allocation(offer))))) is is_burstable

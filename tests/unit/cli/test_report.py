@@ -1,4 +1,4 @@
-"""``envscaler report``: what a run cost, beside what it would have cost without a move."""
+"""``envscaler report``: the cost of a run, beside its cost without a move."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Story:
     """The events of a run, each attempt an hour after the last one began."""
 
     def __init__(self, tmp_path):
-        """A generation, begun."""
+        """A generation that has started."""
         self.clock = ManualClock(time=BEGAN)
         self.url = f"file://{tmp_path}/store"
         self.log = EventLog(open_store(self.url), RUN, clock=self.clock.time)
@@ -37,7 +37,7 @@ class Story:
         self.events += 1
 
     def attempt(self, place, *, outcome, **ended):
-        """One that lasts 1,000 s: 100 to start, 800 training, 40 of them saving, 100 on the way out."""
+        """One that lasts 1,000 s: 100 to start, 800 training, 40 of them saving, 100 to stop."""
         self.attempts += 1
         key = {"attempt": self.attempts}
         self.add("attempt-intended", **key, allocation=place.to_dict(), reason="r")
@@ -64,7 +64,7 @@ class Story:
         self.add("attempt-ended", **key, outcome=outcome, usage=usage, usd=usd, **told, **ended)
 
     def report(self, *options):
-        """What the command prints."""
+        """Output of the command."""
         got = CliRunner().invoke(main, ["report", "one", *options, "--store", self.url])
         assert got.exit_code == 0, got.output
         return got.stdout
@@ -76,14 +76,14 @@ class Story:
 
 @pytest.fixture
 def story(tmp_path, monkeypatch):
-    """A run that has begun."""
+    """A run that has started."""
     monkeypatch.delenv("COLUMNS", raising=False)  # a library that another test imports may set it
     return Story(tmp_path)
 
 
 @pytest.mark.parametrize("total_steps", [800, 5000])
 def test_a_run_that_never_moved_costs_as_much_as_itself(story, total_steps):
-    """Its idle time is counted on both sides, also where it ended before its announced steps (F11)."""
+    """Its idle time counts on both sides, also where it ended before its announced steps (F11)."""
     story.attempt(SMALL, outcome="succeeded", start_step=0, step=800, total_steps=total_steps)
     story.add("succeeded", outputs={})
 
@@ -114,7 +114,7 @@ def test_a_run_that_cost_more_says_by_how_much(story):
 
 
 def test_a_run_that_never_moved_and_tells_no_steps_costs_as_much_as_itself(story):
-    """Where its time went is unknown; what it cost is not (F11)."""
+    """The use of its time is unknown; its cost is known (F11)."""
     story.attempt(SMALL, outcome="succeeded")
     story.add("succeeded", outputs={})
 
@@ -122,7 +122,7 @@ def test_a_run_that_never_moved_and_tells_no_steps_costs_as_much_as_itself(story
 
 
 def test_a_run_that_was_lost_once_is_compared_with_the_same_idle_time(story):
-    """1,000 s again for half the steps: static are 100 s to start, 760 s of steps, 140 s idle (F11)."""
+    """Another 1,000 s for half the steps: static are 100 s to start, 760 s of steps, 140 s idle (F11)."""
     story.attempt(SMALL, outcome="lost", start_step=0, step=800, checkpoint_step=400)
     story.attempt(SMALL, outcome="succeeded", start_step=400, step=800)
     story.add("succeeded", outputs={})
@@ -134,7 +134,7 @@ def test_a_run_that_was_lost_once_is_compared_with_the_same_idle_time(story):
 
 
 def test_after_a_refused_move_the_split_stays(story):
-    """Left for a machine that was not available, and resumed where it was: 800 steps, none lost (F11)."""
+    """It moved for a machine that was not available, and resumed in place: 800 steps, none lost (F11)."""
     story.attempt(SMALL, outcome="left", start_step=0, step=400, checkpoint_step=400, exit_code=85)
     story.attempt(LARGE, outcome="not-started")
     story.attempt(SMALL, outcome="succeeded", start_step=400, step=800)

@@ -1,4 +1,4 @@
-"""What is shown of a run, whatever its training's side wrote."""
+"""How a run is shown, for any text that its training wrote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envscaler_airflow.run.narration import describe
 
 @pytest.mark.parametrize("words", ["no such file: [/data/x]", "[bold]loud", "[link=http://x]here[/link]"])
 def test_words_in_brackets_are_shown_as_they_are(capsys, words):
-    """They are no markup: neither swallowed nor an error."""
+    """They are not markup: neither swallowed nor an error."""
     state = RunState(status="failed", reason=words)
 
     print_run(RunRow("d/run", "failed", state), [Status(message=words)])
@@ -59,7 +59,7 @@ def test_what_a_run_waits_for_is_its_last_line(capsys):
 
 
 def test_a_bill_names_both_parts_of_a_mixed_attempt():
-    """Which nodes were on which market, and what they cost an hour on the mean."""
+    """Which nodes were on which market, and their average cost an hour."""
     core = Offer(
         "aws", "us-east-1", "p3.2xlarge", "on-demand", 8, 61, gpu_name="V100", gpus=1, usd_per_hour=3.0
     )
@@ -100,7 +100,7 @@ def test_no_amount_is_cut_off_by_a_long_name_or_a_narrow_terminal(columns, capsy
 
 
 def test_rows_are_whole_where_the_output_is_piped(capsys, monkeypatch):
-    """A row is a line, however long its names are, so that grep finds it (F14)."""
+    """A row is one line for names of any length, so that grep finds it (F14)."""
     monkeypatch.delenv("COLUMNS", raising=False)
     name = "d/retrain_text_classifier/" + "scheduled__2026-07-20T00:00:00+00:00" * 4 + "/train/-1"
 
@@ -113,7 +113,7 @@ def test_rows_are_whole_where_the_output_is_piped(capsys, monkeypatch):
 
 
 def test_a_list_fits_eighty_columns():
-    """Of a terminal of that width; names go on below (F14)."""
+    """On a terminal of that width names continue below (F14)."""
     console = Console(width=80, file=io.StringIO())
     names = ["a" * 60, "b" * 20]
 

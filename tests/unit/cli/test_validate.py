@@ -1,4 +1,4 @@
-"""``envscaler validate``: what can only be wrong is a fault, with its place."""
+"""``envscaler validate``: what is certainly wrong is a fault, with its place."""
 
 import pytest
 from click.testing import CliRunner
@@ -35,7 +35,7 @@ def test_a_policy_of_ours_is_none(tmp_path, policy):
 
 
 def test_hdfs_on_local_is_a_fault_where_nothing_opens_it(tmp_path, monkeypatch):
-    """It passed, and the stage failed in set-up (F12)."""
+    """Validation passed, and the stage failed in setup (F12)."""
     monkeypatch.setattr(needs, "_has_module", lambda name: False)
 
     for options in ((), ("--target", "local")):
@@ -50,7 +50,7 @@ def test_hdfs_on_local_is_a_fault_where_nothing_opens_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words", [["run", "--name", "a"], ["dry-run"]])
 def test_what_would_run_has_a_policy_that_is_installed(tmp_path, monkeypatch, words):
-    """It is refused before anything is built, looked for or started (D9)."""
+    """It is refused before anything is built, searched or started (D9)."""
     monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")
     (tmp_path / "store").mkdir()
     (tmp_path / "envscaler.yaml").write_text(HEAD + "scaling: {policy: nonsense}\n")
@@ -79,7 +79,7 @@ SPEEDUP = """scaling:
     ],
 )
 def test_a_stated_speed_of_no_offer_is_a_warning(tmp_path, name, is_wrong):
-    """Of names of this machine's offers; those of a cluster are left to it (D9)."""
+    """For names of this machine's offers; the cluster checks its own (D9)."""
     code, text = validate(tmp_path, SPEEDUP.replace("NAME", name), "--target", "local")
 
     assert code == 0

@@ -21,7 +21,7 @@ def write(folder, text, name="spec.yaml"):
 
 
 def faults_of(path, **arguments):
-    """Faults of loading *path*, less the folder."""
+    """Faults from loading *path*, without the folder."""
     with pytest.raises(SpecError) as caught:
         load_spec(path, **arguments)
     return [fault.replace(f"{path.parent}/", "") for fault in caught.value.faults]
@@ -75,7 +75,7 @@ bodies = st.dictionaries(st.sampled_from(["a", "b", "system_packages", "env"]), 
 @settings(max_examples=200)
 @given(bodies, bodies, bodies)
 def test_merging_is_associative(first, second, third):
-    """Grouping does not matter, also where null and a change of kind come between."""
+    """Grouping does not matter, also where null and a change of type come between."""
     one, two, three = (node_of(body, Node(None)) for body in (first, second, third))
 
     left = merge(merge(one, two), three)
@@ -85,7 +85,7 @@ def test_merging_is_associative(first, second, third):
 
 
 def test_bases_modules_and_the_document_stack_in_this_order(tmp_path):
-    """extends, then modules, then the document; each value knows where it came from."""
+    """extends, then modules, then the document; each value knows its source."""
     write(tmp_path, "num_nodes: 1\ncapacity: spot\nsystem_packages: [git]\n", "m/base.yaml")
     write(tmp_path, "num_nodes: 2\nsystem_packages: [tmux]\n", "m/module.yaml")
     path = write(
@@ -102,7 +102,7 @@ def test_bases_modules_and_the_document_stack_in_this_order(tmp_path):
 
 
 def test_relative_paths_are_relative_to_the_file_that_names_them(tmp_path):
-    """A module's requirements lie beside the module, and are shown as written."""
+    """A module's requirements are beside the module, and are shown as written."""
     write(tmp_path, "runtimes: [{requirements: reqs.txt}]\n", "m/module.yaml")
     path = write(tmp_path, HEAD + "modules: [m/module.yaml]\nworkdir: ./src\n")
 
@@ -153,7 +153,7 @@ def test_references_that_leave_the_folder_or_name_nothing_are_refused(tmp_path, 
 
 
 def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path):
-    """The name is plain, the place is not."""
+    """The name is valid, its place is not."""
     write(tmp_path, "num_nodes: 2\n", "x.yaml")
     path = write(tmp_path, HEAD + "modules: [m.yaml]\n", "in/spec.yaml")
     (tmp_path / "in" / "m.yaml").symlink_to(tmp_path / "x.yaml")
@@ -162,7 +162,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path):
 
 
 def test_registry_references_need_a_registry(tmp_path):
-    """None is configured; then one is."""
+    """First none is configured; then one is."""
     module = write(tmp_path, "num_nodes: 2\n", "cache/m.yaml")
     path = write(tmp_path, HEAD + "extends: [registry://team/m@1.2]\n")
 
@@ -171,7 +171,7 @@ def test_registry_references_need_a_registry(tmp_path):
 
 
 def test_an_error_of_the_registry_is_a_fault_at_the_reference(tmp_path):
-    """The registry says why, we say where."""
+    """The registry names the reason, and we name the place."""
 
     def registry(reference):
         raise SpecError(f"{reference}: no such version; write 1.1")
@@ -184,7 +184,7 @@ def test_an_error_of_the_registry_is_a_fault_at_the_reference(tmp_path):
 
 
 def test_a_whole_spec_may_come_from_the_registry(tmp_path):
-    """As the operator hands it on."""
+    """As the operator passes it on."""
     path = write(tmp_path, HEAD)
 
     assert load_spec("registry://team/s@1.0", registry=lambda _: path).name == "s"

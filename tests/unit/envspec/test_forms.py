@@ -18,7 +18,7 @@ def load(folder, text, **arguments):
 
 
 def faults_of(folder, text, **arguments):
-    """Faults of *text* below the usual head, less the folder; its first line is 3."""
+    """Faults of *text* below the usual head, without the folder; its first line is 3."""
     with pytest.raises(SpecError) as caught:
         load(folder, text, **arguments)
     return [fault.replace(f"{folder}/spec.yaml:", "") for fault in caught.value.faults]
@@ -99,12 +99,12 @@ def test_nodes_are_a_number_or_a_range(tmp_path, text, bounds):
     [("10m", Every(seconds=600)), ("100 steps", Every(steps=100)), ("1 epoch", Every(epochs=1))],
 )
 def test_checkpoints_are_due_by_time_steps_or_epochs(tmp_path, text, every):
-    """One of the three."""
+    """In one of the three units."""
     assert load(tmp_path, f"checkpoint: {{every: {text}}}\n").checkpoint.every == every
 
 
 def test_a_target_utilization_is_short_for_two_rules(tmp_path):
-    """70 is out above 80 and in below 50."""
+    """A target of 70 scales out above 80 and in below 50."""
     spec = load(tmp_path, "scaling: {policy: threshold, target: {gpu_utilization: 70}}\n")
 
     assert spec.scaling.all_rules == (
@@ -138,12 +138,12 @@ def test_metric_rules_hold_for_samples_or_a_time(tmp_path):
     ],
 )
 def test_gpu_names_are_the_catalogs(name, memory, types):
-    """Aliases, either size, the larger sibling; a name not known is kept."""
+    """Aliases, either size, the larger sibling; an unknown name stays unchanged."""
     assert resolve(name, memory) == types
 
 
 def test_a_gpu_that_is_not_in_the_catalog_is_a_warning(tmp_path):
-    """New hardware is no fault; a typing error is."""
+    """New hardware is not a fault; a typo is."""
     spec = load(tmp_path, "resources: {accelerators: Z999:1}\n")
 
     assert spec.warnings == ("resources: GPU Z999 is not in the catalog",)
@@ -179,7 +179,7 @@ SHARED = "volumes: [{{name: ck, source: {source}, mount_path: /ckpt{mode}}}]\n"
     ],
 )
 def test_a_checkpoint_folder_that_each_node_has_for_itself_is_a_warning(tmp_path, nodes, volume, warnings):
-    """What ranks of other nodes save there would be lost without a word (C, D7)."""
+    """Files that ranks of other nodes save there would be lost silently (C, D7)."""
     spec = load(tmp_path, f"num_nodes: {nodes}\ncheckpoint: {{path: /ckpt}}\n{volume}")
 
     assert spec.warnings == warnings
@@ -313,7 +313,7 @@ def test_scalars_of_env_and_command_are_the_text_that_was_written(tmp_path):
     ],
 )  # fmt: skip
 def test_a_wrong_block_is_one_fault_with_what_to_write(tmp_path, text, fault):
-    """None: any one fault will do."""
+    """None: any one fault is fine."""
     found = faults_of(tmp_path, text + "\n")
 
     assert len(found) == 1
@@ -336,7 +336,7 @@ def test_one_word_for_gpus_replaces_the_one_below_it(tmp_path):
 
 
 def test_inputs_are_filled_in_when_they_are_known(tmp_path):
-    """None leaves the template, {} knows none; an input that no template names is refused (F7)."""
+    """None leaves the template, {} knows no inputs; an input that no template names is refused (F7)."""
     text = 'volumes: [{name: m, source: "{{ inputs.model }}", mount_path: /m}]\n'
     uri = "file:///store/outputs/g1-a1-c1/model"
 
@@ -358,7 +358,7 @@ def test_inputs_are_filled_in_when_they_are_known(tmp_path):
 
 
 def test_declared_inputs_are_asked_for(tmp_path):
-    """A misspelt one is found before the run, a missing one at its start."""
+    """A misspelt input is found before the run, a missing one at its start."""
     assert (
         "input 'modle' is not known (known: model)"
         in faults_of(tmp_path, 'inputs: [model]\nenv: {M: "{{ inputs.modle }}"}\n')[0]
@@ -385,7 +385,7 @@ def test_declared_inputs_are_asked_for(tmp_path):
     ],
 )
 def test_a_real_gpu_that_the_catalog_lacks_is_a_note(tmp_path, name, kept):
-    """Another number or a vendor's suffix is another model, and no typing error (F12)."""
+    """Another number or a vendor's suffix is another model, not a typo (F12)."""
     spec = load(tmp_path, f"resources: {{gpu: {{type: '{name}'}}}}\n")
 
     assert spec.resources.requests.gpu.type == (kept,)

@@ -1,4 +1,4 @@
-"""Loading whole documents: what they mean, and what is said of a wrong one."""
+"""Loading complete documents: their meaning, and the errors of invalid ones."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def write(folder, text, name="spec.yaml"):
 
 
 def faults_of(path, **arguments):
-    """Faults of loading *path*, less the folder."""
+    """Faults from loading *path*, without the folder."""
     with pytest.raises(SpecError) as caught:
         load_spec(path, **arguments)
     return [fault.replace(f"{path.parent}/", "") for fault in caught.value.faults]
@@ -29,7 +29,7 @@ def faults_of(path, **arguments):
 
 @pytest.mark.parametrize("name", ["short.yaml", "long.yaml", "design.yaml"])
 def test_a_frozen_spec_is_read_back_equal_and_hashes_alike(name):
-    """to_dict is JSON, from_dict gives the same spec, and the hash is 64 hex digits."""
+    """to_dict is JSON, from_dict returns the same spec, and the hash is 64 hex digits."""
     spec = load_spec(DATA / name)
 
     again = EnvSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
@@ -92,7 +92,7 @@ def test_the_long_layout_keeps_its_meaning():
 
 
 def test_a_parameter_sets_the_field_that_names_it():
-    """--set gpu_count=4 gives text, the field wants a number, request and limit follow."""
+    """--set gpu_count=4 gives text, the field requires a number, request and limit follow."""
     spec = load_spec(DATA / "design.yaml", parameters={"gpu_count": "4"})
 
     assert spec.resources.requests.gpu.count == 4

@@ -24,7 +24,7 @@ def write(folder, text):
 
 
 def faults_of(folder, text, **arguments):
-    """Faults of *text* below the usual head, less the folder; its first line is 3."""
+    """Faults of *text* below the usual head, without the folder; its first line is 3."""
     with pytest.raises(SpecError) as caught:
         load_spec(write(folder, text), **arguments)
     return [fault.replace(f"{folder}/spec.yaml:", "") for fault in caught.value.faults]
@@ -124,7 +124,7 @@ def test_parameters_that_are_not_declared_are_refused_with_the_nearest(tmp_path)
 
 
 def test_a_required_parameter_without_a_value_is_one_fault(tmp_path):
-    """Its uses are not told besides."""
+    """Its uses are not reported in addition."""
     text = "parameters: {x: {type: integer}}\nnum_nodes: '{{ parameters.x }}'\n"
 
     assert faults_of(tmp_path, text) == [

@@ -1,4 +1,4 @@
-"""Quantities: what each text means, and what is said of a wrong one."""
+"""Quantities: the meaning of each text, and the errors of invalid ones."""
 
 import re
 
@@ -117,7 +117,7 @@ def test_a_duration_is_read_back(milliseconds):
 
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.lists(st.integers())))
 def test_nothing_but_a_value_error_is_raised(value):
-    """Whatever is written."""
+    """For every text."""
     for read in (cpu_cores, memory_bytes, duration_s, gpu_memory_gb):
         try:
             assert read(value) >= 0

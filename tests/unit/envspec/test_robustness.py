@@ -1,4 +1,4 @@
-"""Whatever is in a file, the answer is a spec or a SpecError; a frozen spec is read back equal."""
+"""Any file gives a spec or a SpecError; a frozen spec is read back equal."""
 
 import contextlib
 import json
@@ -105,7 +105,7 @@ def load(folder, content):
 @fuzzing
 @given(documents)
 def test_any_document_is_a_spec_or_a_spec_error(tmp_path, body):
-    """Of known fields with any values; what is loaded is frozen, read back and hashed."""
+    """Known fields with any values: a loaded spec is frozen, read back and hashed."""
     content = yaml.safe_dump(body, allow_unicode=True).encode("utf-8", "surrogatepass")
 
     spec = load(tmp_path, content)
@@ -121,7 +121,7 @@ def test_any_document_is_a_spec_or_a_spec_error(tmp_path, body):
     st.one_of(st.binary(max_size=200), st.text("ab:-[]{}&*!|>'\"%@`#,? \n\t\\", max_size=60).map(str.encode))
 )
 def test_any_bytes_are_a_spec_error(tmp_path, content):
-    """Nothing of it is a spec, nothing else is raised."""
+    """None of it is a spec, and no other error is raised."""
     assert load(tmp_path, content) is None
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_spec_is_a_spec_or_a_spec_error(tmp_path, data):
 @fuzzing
 @given(st.dictionaries(st.sampled_from(FIELDS), values, max_size=6))
 def test_any_frozen_spec_is_read_or_refused(body):
-    """From a store that somebody else wrote to."""
+    """From a store to which others write."""
     with contextlib.suppress(SpecError):
         EnvSpec.from_dict(body)
     with contextlib.suppress(SpecError):
@@ -150,13 +150,13 @@ def test_any_frozen_spec_is_read_or_refused(body):
 
 @pytest.mark.parametrize("body", [None, [], "x", {1: 2}, {"name": [{}] * 3}, {"name": {"a": {2: 3}}}])
 def test_a_frozen_spec_of_another_kind_is_refused(body):
-    """No map, or keys that are no text."""
+    """Not a map, or with keys that are not text."""
     with pytest.raises(SpecError):
         EnvSpec.from_dict(body)
 
 
 def test_a_frozen_spec_of_a_newer_version_is_read():
-    """Fields that are not known are ignored, at every depth."""
+    """Unknown fields are ignored, at every depth."""
     body = load_spec(DATA / "short.yaml").to_dict()
     newer = json.loads(json.dumps(body))
     newer["archive"] = "x"
@@ -166,7 +166,7 @@ def test_a_frozen_spec_of_a_newer_version_is_read():
 
 
 def test_the_hash_is_over_what_runs(tmp_path):
-    """Words and folders do not count; a command, a parameter and an input do."""
+    """Descriptions and folders do not count; a command, a parameter and an input do."""
     text = (DATA / "design.yaml").read_text()
     here, there = tmp_path / "a.yaml", tmp_path / "b" / "a.yaml"
     there.parent.mkdir()
@@ -185,7 +185,7 @@ def test_the_hash_is_over_what_runs(tmp_path):
 )
 @pytest.mark.parametrize("bad", ["a\nb", "a\x00b", "a\x1b[2J", "a\u2028b", "\ud800"])
 def test_line_breaks_and_controls_go_nowhere(field, bad):
-    """Nothing that a renderer could take for a second line."""
+    """No text that a renderer could take for a second line."""
     body = load_spec(DATA / "design.yaml").to_dict()
     holder = body
     *above, last = field.replace("[0]", ".0").split(".")

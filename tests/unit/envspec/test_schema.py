@@ -1,4 +1,4 @@
-"""The JSON schema that editors use agrees with what is loaded."""
+"""The JSON schema for editors agrees with the loader."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def test_the_schema_is_one():
-    """Draft 2020-12, with every field that people write."""
+    """Draft 2020-12, with every documented field."""
     schema = json_schema()
 
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -40,7 +40,7 @@ def test_good_specs_pass(name):
     ],
 )
 def test_short_forms_pass(body):
-    """What loading accepts is not underlined in an editor."""
+    """An editor does not underline what the loader accepts."""
     jsonschema.validate({"version": "v1", "name": "s", **body}, json_schema())
 
 

@@ -1,4 +1,4 @@
-"""What is typed into a form never becomes a part of a script, nor a matcher's work of days."""
+"""Text from a form never becomes a part of a script, nor days of work for a matcher."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def load(folder, entrypoint, *, declared=FREE, **arguments):
     ],
 )
 def test_a_free_text_within_a_script_is_refused(tmp_path, words):
-    """Also where the quotes that the author wrote, or the filter, do not hold (B4)."""
+    """Also where the quotes that the author wrote, or the filter, have no effect (B4)."""
     with pytest.raises(SpecError, match="what is typed could run commands; ") as caught:
         load(tmp_path, words)
 
@@ -142,7 +142,7 @@ def test_an_input_within_a_script_is_a_plain_address(tmp_path):
 @settings(max_examples=40, deadline=None)
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
 def test_quoted_text_arrives_as_it_was_typed(tmp_path_factory, text):
-    """By the shell itself, whatever is typed; what the loader refuses is not run (B4)."""
+    """By the shell itself, for any text; the loader's refusals are not run (B4)."""
     folder = tmp_path_factory.mktemp("quoted")
     try:
         spec = load(folder, ["sh", "-c", "printf %s {{ parameters.x | quote }}"], parameters={"x": text})
@@ -174,7 +174,7 @@ def test_the_place_of_a_template_in_a_script(script, places):
 
 
 def test_a_pattern_is_matched_in_linear_time(tmp_path):
-    """41 letters took ``re`` longer than a day (B3)."""
+    """41 letters took ``re`` more than a day (B3)."""
     declared = {"x": {"type": "string", "pattern": SLOW}}
     begun = time.process_time()
 
@@ -200,7 +200,7 @@ def test_a_pattern_without_a_linear_matcher_is_refused(tmp_path, pattern, words)
 
 
 def test_airflow_gets_a_pattern_only_where_its_own_matcher_is_linear(tmp_path):
-    """Its form and API server match by ``re``; the length is bounded there in any case (B3)."""
+    """Its form and API server match with ``re``; the length is bounded there in any case (B3)."""
     path = tmp_path / "spec.yaml"
     path.write_text(
         "version: v1\nname: s\nparameters:\n"

@@ -1,4 +1,4 @@
-"""Secrets by their form: the usual ones are refused, and what only looks random is accepted."""
+"""Secrets by their form: the usual ones are refused, and texts that only look random are accepted."""
 
 import base64
 import hashlib
@@ -168,7 +168,7 @@ def load(folder, **fields):
 
 @pytest.mark.parametrize("value", IN_ENV.values(), ids=list(IN_ENV))
 def test_usual_secrets_in_an_environment_are_refused(tmp_path, value):
-    """Under a name that says nothing, and the message does not repeat them (B5)."""
+    """Under a name without meaning, and the message does not repeat them (B5)."""
     with pytest.raises(SpecError, match="looks like a secret") as caught:
         load(tmp_path, env=[{"name": "SETTING", "value": value}])
 
@@ -187,7 +187,7 @@ def test_usual_secrets_in_arguments_are_refused(tmp_path, words):
 
 @pytest.mark.parametrize("value", HARMLESS.values(), ids=list(HARMLESS))
 def test_what_only_looks_random_is_accepted(tmp_path, value):
-    """Digests, ids, base64, models and URLs are as random as keys, and no secrets (B5)."""
+    """Digests, ids, base64, models and URLs are as random as keys, but not secrets (B5)."""
     spec = load(tmp_path, env=[{"name": "SETTING", "value": value}], entrypoint=["python", "t.py", value])
 
     assert spec.env[0].value == value
@@ -234,7 +234,7 @@ def test_references_whose_value_is_a_secret(tmp_path, entry, is_secret):
 
 
 def test_a_shell_refuses_the_secret_of_an_own_reference(tmp_path, monkeypatch):
-    """Given with ``--set``, it would be stored with the run; what is no secret may be (B5)."""
+    """Given with ``--set``, it would be stored with the run; other values may be (B5)."""
     monkeypatch.setenv("UNIT_TOKEN", "w0rd-of-this-test")
     token = {"name": "OWN_TOKEN", "value_from": "env:UNIT_TOKEN"}
     region = {"name": "REGION", "value_from": "env:UNIT_TOKEN"}
@@ -259,7 +259,7 @@ def test_messages_blank_known_forms():
     "text", ["a", "bearer ", "sk-", "webhook.", "x:\\\\", "'a':'", ";a=b", "?a=", "AIza ghp_"]
 )
 def test_a_long_text_is_read_in_little_time(text):
-    """64 KiB of what begins like a secret again and again (B3, B5)."""
+    """64 KiB of repeated beginnings of a secret (B3, B5)."""
     long = text * (65536 // len(text))
     begun = time.process_time()
     mask(long)

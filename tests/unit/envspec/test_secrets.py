@@ -61,14 +61,14 @@ def refused(folder, text, **arguments):
     ],
 )
 def test_a_literal_is_refused_and_not_repeated(tmp_path, text):
-    """Wherever it stands, also when something else is wrong with it."""
+    """At every place, also when something else is wrong with it."""
     message = refused(tmp_path, text + "\n")
 
     assert CANARY not in message
 
 
 def test_the_message_shows_the_reference_to_write(tmp_path):
-    """With the key that the variable's name gives."""
+    """With the key from the variable's name."""
     message = refused(tmp_path, f"env: [{{name: WANDB_API_KEY, value: {CANARY}}}]\n")
 
     assert "spec.yaml:3: env[0].value: a literal under the secret's name 'WANDB_API_KEY'; " in message
@@ -95,7 +95,7 @@ def test_a_parameter_cannot_carry_a_literal_to_a_secret(tmp_path):
 
 
 def test_a_parameter_that_nothing_names_cannot_hold_a_secret(tmp_path):
-    """It is stored with the run; and no parameter is named like one."""
+    """It is stored with the run; and no parameter may have a secret's name."""
     message = refused(tmp_path, "parameters: {x: {type: string}}\n", parameters={"x": SHAPES[0]})
     assert "parameters.x: the value given looks like a secret" in message
 
@@ -104,7 +104,7 @@ def test_a_parameter_that_nothing_names_cannot_hold_a_secret(tmp_path):
 
 
 def test_a_number_under_a_secret_field_is_not_repeated(tmp_path):
-    """Also when its type is what is wrong."""
+    """Also when its type is the error."""
     assert "12345678" not in refused(tmp_path, "base: {image: x, credentials: 12345678}\n")
 
 
@@ -144,7 +144,7 @@ def test_what_only_sounds_secret_is_let_through(tmp_path, text):
     ],
 )
 def test_references_are_read(text, variable, reference):
-    """And written back as they are used."""
+    """And written back in the form in which they are used."""
     found = parse_reference(text, variable=variable)
 
     assert found == reference
@@ -155,7 +155,7 @@ def test_references_are_read(text, variable, reference):
     "text", ["", "x", "secret:", "vault:x", "env:A/b", "connection:x", "secret:../x", "secret:a/b/c"]
 )
 def test_other_references_are_refused(text):
-    """Each says what to write."""
+    """Each error names the fix."""
     with pytest.raises(ValueError, match="write"):
         parse_reference(text)
 
@@ -164,7 +164,7 @@ def test_other_references_are_refused(text):
     "name", ["API_KEY", "apiKey", "db-password", "HF_TOKEN", "CLIENT_SECRET", "AWS_SECRET_ACCESS_KEY"]
 )
 def test_names_of_secrets(name):
-    """Whatever the case."""
+    """In upper and lower case."""
     assert is_secret_name(name)
 
 

@@ -13,7 +13,7 @@ from envscaler_airflow.errors import SpecError
 
 @pytest.fixture(params=[yaml.SafeLoader, yaml.CSafeLoader], ids=["python", "libyaml"], autouse=True)
 def _parser(request, monkeypatch):
-    """Each test runs with both parsers of PyYAML; not every build of it has libyaml's."""
+    """Each test runs with both parsers of PyYAML; some builds lack libyaml's."""
     monkeypatch.setattr("envscaler_airflow.envspec.documents.LOADER", request.param)
 
 
@@ -26,19 +26,19 @@ def read(text):
 
 
 def faults_of(text):
-    """What is wrong with *text*."""
+    """The errors of *text*."""
     with pytest.raises(SpecError) as caught:
         read(text)
     return caught.value.faults
 
 
 def test_the_fast_parser_is_used():
-    """The parser of libyaml takes a sixth of the time, which counts where a DAG file is parsed."""
+    """The parser of libyaml takes a sixth of the time, which matters when a DAG file is parsed."""
     assert LOADER is yaml.CSafeLoader
 
 
 def test_plain_scalars_follow_yaml_1_2():
-    """Numbers, switches and nulls are typed; dates, versions and quoted values are text."""
+    """Numbers, booleans and nulls are typed; dates, versions and quoted values are text."""
     text = 'a: 4\nb: 0.5\nc: true\nd: ~\ne: 2024-01-31\nf: "yes"\ng: 1.2.3\nh: 0x1f\ni: 1e3\nj: 1_000\n'
 
     assert read(text) == {
@@ -71,7 +71,7 @@ def test_a_number_tagged_as_text_is_text():
 
 
 def test_a_plain_scalar_keeps_its_text():
-    """A version ``3.10`` is more than the number 3.1; quoted text has no other form."""
+    """A version ``3.10`` carries more than the number 3.1; quoted text has no other form."""
     node = read_text("a: 3.10\nb: '3.10'", Faults())
 
     assert (node.value["a"].value, node.value["a"].raw) == (3.1, "3.10")
@@ -79,7 +79,7 @@ def test_a_plain_scalar_keeps_its_text():
 
 
 def test_what_an_alias_holds_keeps_its_line():
-    """The alias stands in line 3; what is in it was written in line 2."""
+    """The alias is in line 3; its content is in line 2."""
     node = read_text("a: &a\n  x: 1\nb: *a", Faults())
 
     held = node.value["b"]
@@ -88,7 +88,7 @@ def test_what_an_alias_holds_keeps_its_line():
 
 
 def test_a_trap_is_reported_once():
-    """The node is marked, so that later checks keep silent."""
+    """The node is marked, so that later checks skip it."""
     node = read_text("a: yes", Faults())
 
     assert node.value["a"].is_broken
@@ -146,7 +146,7 @@ def test_every_value_knows_its_line_and_path():
     ],
 )
 def test_traps_are_named_with_what_to_write(text, fault):
-    """One fault each; None: any fault will do."""
+    """One fault each; None: any fault is fine."""
     faults = faults_of(text)
 
     if fault is not None:
@@ -172,7 +172,7 @@ def test_an_anchor_is_used_at_most_200_times():
 
 
 def test_merge_keys_fill_in_what_the_map_lacks():
-    """`<<` gives the anchor's entries, the map's own win."""
+    """`<<` gives the anchor's entries; the map's own entries take precedence."""
     assert read("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}")["b"] == {"x": 1, "y": 3}
 
 
@@ -195,7 +195,7 @@ def test_json_with_tabs_is_read():
     ],
 )
 def test_files_that_are_no_text_are_refused(tmp_path, content, fault):
-    """Wrong bytes, far too many bytes, and a pipe that nobody writes to."""
+    """Invalid bytes, far too many bytes, and a pipe without a writer."""
     path = tmp_path / "s.yaml"
     if content is None:
         os.mkfifo(path)

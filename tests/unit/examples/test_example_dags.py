@@ -10,9 +10,9 @@ from envscaler_airflow.images.distributed import batches
 EXAMPLES = Path(__file__).parents[3] / "dags/examples"
 
 
-@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # of Airflow, reading .airflowignore
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # Airflow's own, which reads .airflowignore
 def test_every_example_dag_loads():
-    """None fails; the trainings beside them are no DAGs and import what is not here."""
+    """No import fails; the trainings beside them are not DAGs and import packages that are not installed."""
     from airflow.dag_processing.dagbag import DagBag
 
     bag = DagBag(str(EXAMPLES))

@@ -35,7 +35,7 @@ def seen(nodes, phase, **more):
 
 
 def test_the_stage_walks_from_four_to_eight_to_two():
-    """Each announced phase has its number of nodes, and then nothing is moved until the next."""
+    """Each announced phase has its number of nodes, and nothing moves until the next one."""
     walk, here = [], 4
     for phase in ("loading", "training", "evaluation"):
         got = decide(seen(here, phase), POLICY)
@@ -47,7 +47,7 @@ def test_the_stage_walks_from_four_to_eight_to_two():
 
 
 def test_a_bigger_need_is_met_before_its_phase_begins():
-    """Training in 80 s, as earlier runs foretell, and a move takes 60: now; in 200 s: not yet."""
+    """Earlier runs forecast training in 80 s, and a move takes 60: now. In 200 s: not yet."""
     soon, later = (
         decide(seen(4, "loading", next_phase="training", next_phase_in_s=left_s), POLICY)
         for left_s in (80.0, 200.0)
@@ -59,7 +59,7 @@ def test_a_bigger_need_is_met_before_its_phase_begins():
 
 
 def test_a_smaller_need_waits_for_its_phase():
-    """Evaluation on two nodes begins in 30 s: training keeps its eight until then."""
+    """Evaluation on two nodes starts in 30 s: training keeps its eight until then."""
     got = decide(seen(8, "training", next_phase="evaluation", next_phase_in_s=30.0), POLICY)
 
     assert got.action == "keep"

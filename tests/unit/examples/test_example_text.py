@@ -1,4 +1,4 @@
-"""Unit tests of the example's first stage: real docstrings, no repetition, nothing leaks over the split."""
+"""Unit tests of the example's first stage: real docstrings, no repetition, no leak over the split."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ STAGES = Path(__file__).parents[3] / "dags/examples/text_classifier"
 
 @pytest.fixture
 def stage(monkeypatch):
-    """Import a script of the example's folder; nothing of it stays behind."""
+    """Import a script of the example's folder; nothing of it remains."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(STAGES))
     yield importlib.import_module
@@ -40,7 +40,7 @@ def test_a_row_counts_words_and_pairs_and_has_length_one(stage):
 
 
 def test_an_empty_text_has_no_features(stage):
-    """And makes no NaN of 0 / 0."""
+    """It causes no NaN of 0 / 0."""
     rows = stage("text").Hasher(16).rows(["", "word"])
 
     assert rows.starts.tolist() == [0, 0, 1]
@@ -48,7 +48,7 @@ def test_an_empty_text_has_no_features(stage):
 
 
 def test_refuses_a_number_of_buckets_that_a_mask_cannot_cover(stage):
-    """1000 is no power of two."""
+    """1000 is not a power of two."""
     with pytest.raises(ValueError, match="power of two, got 1000"):
         stage("text").Hasher(1000)
 
@@ -66,7 +66,7 @@ def test_a_text_with_one_word_changed_joins_the_group(stage):
 
 
 def test_near_copies_are_never_on_both_sides(stage):
-    """Two hundred texts, each with a near copy: every pair has one place."""
+    """Two hundred texts, each with a near copy: both of a pair are in one split."""
     rng = np.random.default_rng(5)
     words = [f"w{''.join(chr(97 + digit) for digit in rng.integers(0, 26, 5))}" for _ in range(400)]
     texts = [" ".join(rng.choice(words, 25)) for _ in range(200)]
@@ -79,7 +79,7 @@ def test_near_copies_are_never_on_both_sides(stage):
 
 
 def test_a_place_does_not_hang_on_what_else_is_there(stage):
-    """The same texts in another company are split the same way."""
+    """The same texts among other texts are split the same way."""
     rng = np.random.default_rng(6)
     texts = [" ".join(f"w{number}x" for number in rng.integers(0, 10_000, 20)) for _ in range(60)]
     texts = [text.translate(str.maketrans("0123456789", "abcdefghij")) for text in texts]
@@ -97,7 +97,7 @@ def _documents(stage, label, texts):
 
 
 def test_a_text_is_kept_once_and_one_of_two_owners_not_at_all(stage):
-    """Of six documents: one is a copy, one stands in both distributions, one is too short."""
+    """Of six documents: one is a copy, one is in both distributions, one is too short."""
     first, second = ("one two three four five six seven " + word for word in ("red", "blue"))
     third = "a text that both of them have taken from a third one"
     sources = {
@@ -158,7 +158,7 @@ def test_a_file_for_another_python_is_passed_over(stage, tmp_path):
 
 
 def test_writes_heldout_as_text_and_the_rest_as_rows(stage, tmp_path):
-    """Every document is in exactly one place, and the names of the labels are no features."""
+    """Every document is in exactly one place, and the names of the labels are not features."""
     prepare = stage("prepare")
     texts = [f"{BASE} {chr(97 + index)}{chr(97 + index)}" for index in range(3)]
     corpus = prepare.Corpus(tuple(_documents(stage, "numpy", texts)), tuple(texts), 0, 0)
@@ -175,7 +175,7 @@ def test_writes_heldout_as_text_and_the_rest_as_rows(stage, tmp_path):
 
 
 def test_says_how_many_are_missing_when_there_is_too_little_text(stage, monkeypatch, capsys, tmp_path):
-    """An environment with one small distribution is an error with a number in it."""
+    """An environment with one small distribution causes an error with the number."""
     prepare = stage("prepare")
     monkeypatch.setattr(prepare, "installed", lambda: {"pluggy": metadata.distribution("pluggy")})
 
@@ -196,7 +196,7 @@ def test_says_how_many_files_were_read_of_how_many(stage, capsys):
             reading.one()
             yield None
 
-    next(iter(reading.follow(source(6), 6)))  # of six files one is read
+    next(iter(reading.follow(source(6), 6)))  # one of six files is read
     list(reading.follow(source(4), 4))
 
     assert capsys.readouterr().out.splitlines() == ["read 7 of 10 files", "read 9 of 10 files"]

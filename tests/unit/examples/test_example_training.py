@@ -14,7 +14,7 @@ FEATURES, HIDDEN, LABELS = 128, 5, 3
 
 @pytest.fixture
 def stage(monkeypatch):
-    """Import a script of the example's folder; nothing of it stays behind."""
+    """Import a script of the example's folder; nothing of it remains."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(STAGES))
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -43,7 +43,7 @@ def corpus(stage):
 
 @pytest.fixture
 def training(stage, corpus):
-    """Make a small training of the corpus, all alike."""
+    """Make a small training of the corpus, always the same."""
 
     def made(epochs=4):
         model, parallel = stage("model"), stage("parallel")
@@ -123,7 +123,7 @@ def test_adam_moves_only_the_rows_that_have_a_gradient(stage):
 
 
 def test_learns_what_decides_the_label(training):
-    """The colour is in the text, so every document of the validation set is right."""
+    """The text contains the colour, so every document of the validation set is right."""
     done = training(epochs=40)
 
     _run(done)
@@ -146,7 +146,7 @@ def test_every_epoch_uses_every_sample_once_and_in_another_order(training):
 
 @pytest.mark.parametrize("at", [1, 4, 6, 15])
 def test_a_checkpoint_carries_everything(training, tmp_path, at):
-    """Cut off in the middle of an epoch, at its end, before the last step: the same to the bit."""
+    """Cut off within an epoch, at its end, before the last step: equal to the bit."""
     whole, first, second = training(), training(), training()
     whole_used = _run(whole)
     first_used = _run(first, steps=at)
@@ -243,7 +243,7 @@ def test_scores_every_document_in_order(scored):
 
 
 def test_refuses_a_model_that_is_no_better_than_the_most_frequent_label(scored, capsys):
-    """All documents have one label: answering it always is as good."""
+    """All documents have one label: a constant answer is as good."""
     code, _ = scored(["red", "red", "red"])
 
     assert code == 1

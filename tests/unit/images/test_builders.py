@@ -1,4 +1,4 @@
-"""Builders by programs that stand in for them: how they are called, and what their answers mean."""
+"""Builders replaced by stand-in programs: how they are called, and the meaning of their answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INSPECTED = [
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Make a program that writes down its words and answers by *cases* of its first words."""
+    """Make a program that records its arguments and answers by *cases* of its first ones."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -64,7 +64,7 @@ def test_docker_is_taken_where_its_daemon_answers_else_buildah(program):
 
 
 def test_without_a_builder_it_is_said_what_to_install(monkeypatch, tmp_path):
-    """Both names, as Debian has them."""
+    """Both names, as in Debian."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(SpecError, match=r"install it \(Debian: docker.io, buildah\)"):
@@ -99,7 +99,7 @@ def test_docker_with_buildx_sends_every_layer_to_the_registry(program, tmp_path)
 
 
 def test_docker_tells_what_an_image_is(program):
-    """Labels, layers, the command, and the digest that its registry gave."""
+    """Labels, layers, the command, and the digest from its registry."""
     docker = Docker(program("docker", f"'image inspect'*) echo '{json.dumps(INSPECTED)}';;"))
 
     got = docker.inspect("x")
@@ -110,7 +110,7 @@ def test_docker_tells_what_an_image_is(program):
 
 
 def test_a_container_gets_volumes_and_limits_and_secrets_by_name_alone(program):
-    """No value of a variable is among the words, which everybody on the machine can read."""
+    """The arguments, which every user of the machine can read, contain no value of a variable."""
     docker = Docker(program("docker", "info*) echo N/A;;"))
     container = Container(
         env={"TOKEN": "canary", "KEY": "canary\nof two lines"}, mounts=(("/srv/a,b", "/data", True),),
@@ -128,7 +128,7 @@ def test_a_container_gets_volumes_and_limits_and_secrets_by_name_alone(program):
 
 
 def test_variables_of_a_stage_are_not_those_of_docker_itself(program, tmp_path):
-    """A stage's DOCKER_HOST and PATH are in the file that the container reads, which only its owner can."""
+    """A stage's DOCKER_HOST and PATH are in the file for the container, which only its owner can read."""
     docker = Docker(
         program(
             "docker", f'run*) env > {tmp_path}/own; ls -l "${{5#*=}}" > {tmp_path}/mode; cat "${{5#*=}}";;'
@@ -144,7 +144,7 @@ def test_variables_of_a_stage_are_not_those_of_docker_itself(program, tmp_path):
 
 
 def test_an_interrupted_run_leaves_no_container(program):
-    """The container of that very run is removed, whatever ended us."""
+    """Exactly that run's container is removed, however our process ends."""
     docker = Docker(program("docker", "run*) echo line; sleep 0.1;;"))
 
     def stop(_line: str) -> None:
@@ -184,7 +184,7 @@ def test_docker_that_cannot_build_is_not_taken(program):
 
 
 def test_the_digest_is_that_of_the_images_own_registry(program):
-    """One image in two registries has two: pushing to one is not having been pushed to the other."""
+    """One image in two registries has two: a push to one is not a push to the other."""
     body = [{**INSPECTED[0], "RepoDigests": ["a.example.com/x@sha256:1", "b.example.com:5000/x@sha256:2"]}]
     docker = Docker(program("docker", f"'image inspect'*) echo '{json.dumps(body)}';;"))
 
@@ -194,7 +194,7 @@ def test_the_digest_is_that_of_the_images_own_registry(program):
 
 
 def test_buildah_says_what_it_cannot_do(program):
-    """No GPU, and no path that it would take apart; nothing is started."""
+    """No GPU, and no path that it would split; nothing is started."""
     buildah = Buildah(program("buildah", "from*) echo c-1;;"))
 
     with pytest.raises(SpecError, match="hands no GPU"):
@@ -206,7 +206,7 @@ def test_buildah_says_what_it_cannot_do(program):
 
 
 def test_variables_can_be_read_by_the_image_s_user_whatever_the_umask_is(program, monkeypatch):
-    """The file is mounted as it is; the folder that it lies in is nobody else's."""
+    """The file is mounted unchanged; only its owner can enter its folder."""
     seen = []
 
     def stream(words, *_given, **_named):
@@ -225,7 +225,7 @@ def test_variables_can_be_read_by_the_image_s_user_whatever_the_umask_is(program
 
 
 def test_buildah_removes_its_container_whatever_the_command_did(program):
-    """Exit code 3 is handed on, and nothing is left; the secret is in a file that only lives meanwhile."""
+    """Exit code 3 is passed on, and nothing remains; the secret is in a temporary file."""
     buildah = Buildah(program("buildah", "from*) echo c-1;;\nrun*) exit 3;;"))
 
     assert buildah.run("x", ["false"], Container(env={"TOKEN": "canary"}), print) == 3
@@ -236,7 +236,7 @@ def test_buildah_removes_its_container_whatever_the_command_did(program):
 
 
 def test_a_push_that_fails_says_why(program):
-    """The program's own words."""
+    """The program's own message."""
     buildah = Buildah(program("buildah", "push*) echo denied >&2; exit 125;;"))
 
     with pytest.raises(BackendError, match="cannot be pushed: denied"):
@@ -274,6 +274,6 @@ def test_a_scan_asks_for_the_severity_and_all_above(program):
 
 
 def test_without_a_scanner_nothing_passes(program):
-    """An unscanned image is no scanned one."""
+    """An unscanned image does not count as scanned."""
     with pytest.raises(SpecError, match="neither trivy nor grype is installed"):
         scan_image(Buildah(program("buildah")), "x")

@@ -1,4 +1,4 @@
-"""What a machine or a cluster lacks, said before anything starts."""
+"""What a machine or a cluster lacks, reported before anything starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def machine(**other) -> Here:
 
 
 def stage(requests=None, **body):
-    """A stage that asks for *requests*."""
+    """A stage that requests *requests*."""
     resources = {"requests": requests or {}, **body.pop("resources", {})}
     told = {"version": "v1", "name": "s", "base": {"image": "b"}, "entrypoint": ["true"]}
     return EnvSpec.from_dict({**told, "resources": resources, **body})
@@ -45,7 +45,7 @@ def local(spec, **other):
 
 
 def test_what_fits_lacks_nothing():
-    """Up to the last core, and to the part of the memory that is given out in slices."""
+    """Up to the last core, and to the part of the memory that the local backend offers."""
     assert local(stage({"cpu": 4, "memory": "14Gi"}, resources={"disk_size": "50Gi"})) == []
     assert local(stage({"memory": "14.5Gi"}))[0].startswith("memory: 14.5Gi asked for, 14.4Gi to be had here")
     whole = stage({"memory": "16Gi"})
@@ -53,7 +53,7 @@ def test_what_fits_lacks_nothing():
 
 
 def test_cores_memory_and_disk_are_named_with_both_figures():
-    """What is asked for and what is here, in one sentence each."""
+    """The requested and the available amount, in one sentence each."""
     got = local(stage({"cpu": 8, "memory": "32Gi"}, resources={"disk_size": "100Gi"}))
 
     assert got == [
@@ -74,14 +74,14 @@ def test_cores_memory_and_disk_are_named_with_both_figures():
     ],
 )
 def test_gpus_count_by_type_and_memory(gpu, gpus, lacks):
-    """One that is too small or of another type is none."""
+    """One that is too small or of another type does not count."""
     got = local(stage({"gpu": gpu}), gpus=gpus)
 
     assert [text.startswith("gpu: ") for text in got] == [True] * lacks
 
 
 def test_a_stage_that_may_fall_back_to_cpus_lacks_no_gpu():
-    """Only the spec says so; nothing else does."""
+    """Only the spec allows it, nothing else."""
     assert local(stage({"gpu": {"count": 1}}, resources={"cpu_fallback": True})) == []
 
 
@@ -97,7 +97,7 @@ def test_the_drivers_cuda_is_a_link_of_the_chain():
 
 
 def test_mounts_secrets_and_packages_that_are_not_here():
-    """Each with what to do; what is here is not named."""
+    """Each with the fix; present programs are not named."""
     spec = stage(
         volumes=[
             {"name": "here", "source": "hostPath:/srv/data", "mount_path": "/a"},
@@ -128,7 +128,7 @@ def test_mounts_secrets_and_packages_that_are_not_here():
 
 
 def test_a_package_of_another_version_is_absent():
-    """A lock's version is the one that must be there; a star stands for any rest."""
+    """The lock's version is required; a star matches any rest."""
     here = machine(installed_versions=lambda names: {"git": "1:2.39.5-0", "jq": "1.6"})
 
     assert here.absent_packages(["git", "git=1:2.39.5-0", "git=1:2.39*", "jq=1.6"]) == []
@@ -147,7 +147,7 @@ def test_a_package_of_another_version_is_absent():
     ],
 )
 def test_versions_are_asked_of_the_program_that_knows(program, answer, version, tmp_path, monkeypatch):
-    """What is removed but for its settings is not there; what it does not know has no version."""
+    """A removed package with remaining settings does not count; an unknown one has no version."""
     stand_in = tmp_path / program
     stand_in.write_text(f"#!/bin/sh\nfor name; do :; done\n[ $name = git ] || exit 1\necho '{answer}'\n")
     stand_in.chmod(0o755)
@@ -208,7 +208,7 @@ def test_a_cluster_that_has_everything_lacks_nothing():
 
 
 def test_a_cluster_is_told_what_it_lacks():
-    """Nodes, claim, a secret that is absent and a key that is."""
+    """Nodes, claim, an absent secret and an absent key."""
     spec = stage(
         {"cpu": 8, "gpu": {"count": 1}},
         volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}],
@@ -242,7 +242,7 @@ def test_a_cluster_is_told_what_it_lacks():
     ],
 )
 def test_gpus_of_a_cluster_count_by_the_labels_of_its_nodes(gpu, product, lacks):
-    """Nodes without labels may have any; a share is for those who name it (D13)."""
+    """Nodes without labels may have any; a share needs an explicit request (D13)."""
     labels = {"nvidia.com/gpu.product": product} if product else {}
 
     got = missing_on(
@@ -253,7 +253,7 @@ def test_gpus_of_a_cluster_count_by_the_labels_of_its_nodes(gpu, product, lacks)
 
 
 def test_a_claim_that_will_be_made_is_not_missing():
-    """Its size says so."""
+    """Its size shows that it will be created."""
     spec = stage(volumes=[{"name": "v", "source": "pvc://new", "mount_path": "/d", "size": "10Gi"}])
 
     assert missing_on("kubernetes", spec, kubectl=cluster([NODE])) == []
@@ -272,7 +272,7 @@ def test_a_node_that_takes_no_pods_is_none():
 
 
 def test_a_cluster_that_does_not_answer_is_unknown():
-    """Refused is not "absent": nothing is said to be missing."""
+    """Refused is not "absent": nothing is reported as missing."""
     said = 'E1129 memcache.go:265] "Unhandled Error"\nE1129 again\nThe connection was refused\n'
 
     with pytest.raises(BackendError) as told:
@@ -282,7 +282,7 @@ def test_a_cluster_that_does_not_answer_is_unknown():
 
 
 def test_a_secret_that_may_not_be_read_is_unknown_and_not_absent():
-    """Forbidden is no answer."""
+    """Forbidden is not an answer."""
 
     def ask(words: list[str]) -> Output:
         if words[1] == "nodes":
@@ -296,7 +296,7 @@ def test_a_secret_that_may_not_be_read_is_unknown_and_not_absent():
 
 
 def test_a_machine_cannot_mount_a_claim():
-    """The one thing that is known before a machine is chosen."""
+    """The only fact that is known before a machine is chosen."""
     spec = stage(volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}])
 
     assert missing_on("vm", spec) == ["volumes: v: pvc://data is a claim of Kubernetes; write another for vm"]
@@ -305,7 +305,7 @@ def test_a_machine_cannot_mount_a_claim():
 
 
 def test_this_machine_can_be_looked_at():
-    """Whatever it is, it has cores, memory and disk."""
+    """Any machine has cores, memory and disk."""
     here = look_here()
 
     assert here.cpus >= 1
@@ -314,7 +314,7 @@ def test_this_machine_can_be_looked_at():
 
 
 def test_the_shell_ends_with_one_when_something_is_missing(tmp_path, monkeypatch):
-    """Zero when nothing is; a list for tools."""
+    """Zero when nothing is missing; a list for tools."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "envscaler.yaml").write_text("version: v1\nname: s\nbase: {image: b}\nentrypoint: [sh]\n")
     (tmp_path / "big.yaml").write_text(
@@ -349,7 +349,7 @@ def test_a_plan_for_a_place_is_its_dry_run(target, tmp_path, monkeypatch):
 
 
 def test_a_plan_for_rented_machines_says_first_what_they_cannot_have(tmp_path, monkeypatch):
-    """Then what there is to rent."""
+    """Then the machines to rent."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "envscaler.yaml").write_text(
         "version: v1\nname: s\nbase: {image: b}\nresources: {requests: {cpu: 2}}\n"

@@ -24,7 +24,7 @@ targets: {vm: {base: {image: debian:12}}}
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    """Run the shell's command in a folder with a good spec."""
+    """Run the shell's command in a folder with a valid spec."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "envscaler.yaml").write_text(GOOD)
     (tmp_path / "requirements.txt").write_text("attrs\n")
@@ -82,7 +82,7 @@ def test_a_bad_parameter_is_a_fault(call):
     ],
 )
 def test_a_requirements_file_is_checked_too(call, tmp_path, line, fault):
-    """What an image cannot have, or must not hold, is said with file and line, and no password with it."""
+    """An error has file and line of what an image cannot or must not contain, and never a password."""
     (tmp_path / "requirements.txt").write_text(f"attrs\n{line}\n")
 
     got = call("validate")
@@ -94,7 +94,7 @@ def test_a_requirements_file_is_checked_too(call, tmp_path, line, fault):
 
 
 def test_renders_to_a_folder_with_scripts_that_run(call, tmp_path):
-    """Names of the files are printed; the script may be executed."""
+    """Names of the files are printed; the script is executable."""
     got = call("render", "--target", "venv", "--to", "out", "--set", "epochs=4")
 
     assert got.exit_code == 0
@@ -117,7 +117,7 @@ def test_a_target_takes_its_overlay(call):
 
 
 def test_a_dockerfile_copies_the_code_and_says_where_it_must_lie(call, tmp_path):
-    """A stage with a workdir is no stage without it."""
+    """A stage with a workdir does not work without it."""
     (tmp_path / "envscaler.yaml").write_text(GOOD + "workdir: code\n")
     (tmp_path / "code").mkdir()
 
@@ -128,7 +128,7 @@ def test_a_dockerfile_copies_the_code_and_says_where_it_must_lie(call, tmp_path)
 
 
 def test_a_job_needs_the_name_of_an_image_when_the_base_is_not_enough(call):
-    """The message says how to get one."""
+    """The message explains how to get one."""
     got = call("render", "--target", "kubernetes")
 
     assert got.exit_code == 2
@@ -153,7 +153,7 @@ def test_a_place_that_cannot_be_written_is_one_message(call, tmp_path, output, r
 
 
 def test_what_a_reader_leaves_unread_is_no_error_of_ours(call, monkeypatch):
-    """A pipe that is closed, as by ``| head``, stays click's own business."""
+    """A closed pipe, as with ``| head``, is left to click."""
     monkeypatch.setattr("envscaler_airflow.cli.validate.load_with_sources", closed_pipe)
 
     got = call("validate")
@@ -163,13 +163,13 @@ def test_what_a_reader_leaves_unread_is_no_error_of_ours(call, monkeypatch):
 
 
 def closed_pipe(*_words: object, **_more: object) -> None:
-    """Fail as writing to a closed pipe does."""
+    """Fail as a write to a closed pipe does."""
     raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 @pytest.mark.parametrize("requirements", ["requirements.txt", "round/requirements.txt"])
 def test_links_in_a_circle_are_a_fault(call, tmp_path, requirements):
-    """Of the requirements file, or of the folder that it lies in."""
+    """For the requirements file, or for its folder."""
     (tmp_path / "requirements.txt").unlink()
     (tmp_path / requirements.partition("/")[0]).symlink_to(requirements.partition("/")[0])
     (tmp_path / "envscaler.yaml").write_text(GOOD.replace("requirements.txt", requirements))
@@ -202,7 +202,7 @@ def test_a_pipe_or_device_in_place_of_a_file_is_refused(call, tmp_path, monkeypa
 
 
 def test_a_scan_that_nobody_can_make_is_refused_before_the_build(call, monkeypatch, tmp_path):
-    """Not after the hour that the image took."""
+    """Before the hour that the image takes."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
     got = call("build", "--scan")

@@ -1,4 +1,4 @@
-"""The chain from wheel to GPU: what does not hold is named with what would."""
+"""The chain from wheel to GPU: an error names what does not fit, with a version that would."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from envscaler_airflow.images.requirements import Requirements
 
 
 def stage(image: str = "python:3.11-slim", **gpu):
-    """A stage on *image* that asks for *gpu*."""
+    """A stage on *image* that requests *gpu*."""
     body = {"version": "v1", "name": "s", "base": {"image": image}}
     return EnvSpec.from_dict(body | ({"resources": {"requests": {"gpu": gpu}}} if gpu else {}))
 
 
 def test_an_old_wheel_on_a_new_gpu_names_the_versions_that_do():
-    """Wheels for CUDA 11.8 has kernels up to Hopper; Blackwell's need CUDA 12.8."""
+    """The wheel for CUDA 11.8 has kernels up to Hopper; Blackwell's need CUDA 12.8."""
     (got,) = broken_links(Chain(torch="2.1.0+cu118", cuda="11.8", gpu="B200"), stage())
 
     assert got == (
@@ -66,7 +66,7 @@ def test_an_old_driver_names_the_one_to_install_and_the_cuda_that_goes_with_it()
 
 
 def test_too_small_a_gpu_is_a_broken_link():
-    """The offer's GPU against what the spec asks for."""
+    """The offer's GPU against the one that the spec requests."""
     (got,) = broken_links(Chain(gpu="A100", gpu_memory_gb=40), stage(count=1, memory="80GB"))
 
     assert got.startswith("A100 has 40 GB, gpu.memory asks for 80GB")
@@ -96,7 +96,7 @@ def test_the_unknown_breaks_nothing():
     ],
 )
 def test_torch_and_cuda_are_read_from_pins_indexes_and_bases(image, packages, index, expected):
-    """The wheel's own mark counts most, then the index, then the ordinary index's default, then the base."""
+    """The wheel's own tag counts most, then the index, then the default of the usual index, then the base."""
     runtime = Runtime(packages=packages, extra_index_urls=(index,) if index else ())
 
     assert software(stage(image), Requirements(runtime)) == expected
@@ -109,7 +109,7 @@ def test_the_tables_cover_each_other():
 
 
 def test_a_plan_passes_over_gpus_that_the_packages_have_no_kernels_for(tmp_path, monkeypatch):
-    """CUDA 11.8 has none for a B200: an H100 is chosen, and without it the reason says which versions do."""
+    """CUDA 11.8 has none for a B200: an H100 is chosen, and without it the reason has the right versions."""
     monkeypatch.chdir(tmp_path)
     head = "version: v1\nname: s\nruntimes: [{type: python, packages: ['torch==2.3.0+cu118']}]\n"
     (tmp_path / "any.yaml").write_text(head + "resources: {accelerators: {B200: 8, H100: 8}}\n")

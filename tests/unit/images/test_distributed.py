@@ -1,4 +1,4 @@
-"""The launcher's command, and a global batch that no change of size changes."""
+"""The launcher's command, and a global batch that stays the same at every size."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_model_that_fits_no_size_is_said_so():
     parallel=st.sampled_from([1, 2, 4, 8]),
 )  # fmt: skip
 def test_micro_batch_times_copies_times_accumulation_is_the_global_batch(gpus, low, more, total, parallel):
-    """Whatever the sizes, either all keep the batch exactly or the spec is refused."""
+    """At all sizes either each keeps the batch exactly or the spec is refused."""
     spec = stage(gpus=gpus, nodes=f"{low}..{low + more}", global_batch=total, model_parallel=parallel)
     try:
         got = batches(spec)
@@ -99,7 +99,7 @@ def test_torchrun_meets_by_c10d_at_node_zero():
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_an_elastic_launch_takes_nodes_that_come_and_go(nodes):
-    """Torchrun is told the bounds, whatever number begins; one node alone meets too: others may come."""
+    """Torchrun gets the bounds, for any starting number; one node also has a rendezvous: others may come."""
     got = launch_command(stage(nodes="1..4", launcher="torchrun", elastic=True), nodes, endpoint="n0:29400")
 
     assert got == (
@@ -130,7 +130,7 @@ def test_an_elastic_launch_takes_nodes_that_come_and_go(nodes):
     ],
 )
 def test_one_node_needs_no_rendezvous_and_other_programs_no_python(launcher, entrypoint, expected):
-    """What stands before the user's own words depends on the launcher and the program."""
+    """The words before the user's own depend on the launcher and the program."""
     assert launch_command(stage(nodes=1, launcher=launcher, entrypoint=entrypoint), 1) == expected
 
 

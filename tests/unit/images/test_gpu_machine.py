@@ -25,7 +25,7 @@ def user_data(gpu, image="python:3.11-slim"):
 
 @pytest.fixture
 def machine(tmp_path):
-    """Runs a script where every program that it may call only says that it was called."""
+    """Runs a script in which every program only prints that it was called."""
     bin_, log, etc = tmp_path / "bin", tmp_path / "log", tmp_path / "etc"
     bin_.mkdir()
     etc.mkdir()
@@ -63,7 +63,7 @@ def machine(tmp_path):
 
 
 def test_a_machine_with_gpus_makes_them_usable_before_it_runs():
-    """And runs nothing where that failed (F12)."""
+    """And runs nothing after a failure (F12)."""
     data = user_data(GPU)
 
     files = {item["path"]: item for item in data["write_files"]}
@@ -75,7 +75,7 @@ def test_a_machine_with_gpus_makes_them_usable_before_it_runs():
 
 @pytest.mark.parametrize("gpu", [None, {"count": 8, "type": ["MI300X"]}, {"count": 1, "vendor": "intel"}])
 def test_a_machine_without_nvidia_s_gpus_gets_no_driver_of_theirs(gpu):
-    """CPUs alone, and AMD's, whose driver is the image's."""
+    """CPUs alone, and AMD's GPUs, whose driver is the image's."""
     data = user_data(gpu)
 
     assert all("gpu.sh" not in item["path"] for item in data["write_files"])
@@ -91,7 +91,7 @@ def test_a_process_on_the_machine_needs_the_driver_alone():
 
 
 def test_a_bare_machine_gets_driver_and_toolkit(machine):
-    """In this order, and Docker is restarted last (F12)."""
+    """In this order, with a restart of Docker at the end (F12)."""
     machine.add(
         "ubuntu-drivers", 'printf "#!/bin/sh\\n" > ${0%/*}/nvidia-smi; /bin/chmod 755 ${0%/*}/nvidia-smi'
     )
@@ -116,7 +116,7 @@ def test_an_image_with_driver_and_toolkit_is_left_alone(machine):
 
 
 def test_a_driver_that_does_not_answer_ends_the_machine_s_script(machine):
-    """Before anything is run on CPUs by mistake (F12)."""
+    """Before anything runs on CPUs by mistake (F12)."""
     machine.add("nvidia-smi", "exit 9")
 
     code, calls = machine(gpu_script(is_container=True))

@@ -68,7 +68,7 @@ MARKS = [
     "- ", "{{", "}}", "{% raw %}", "{{ ''.__class__ }}", "!!python/object:os.system", "&a", "*a", "|", ">",
     "<<", "@", "%", "--privileged", " --mount=type=bind", ",readonly=false", "=", "x" * 3000, "\u202e", "",
 ]  # fmt: skip
-"""What means something to a shell, YAML, Docker, Jinja2, a path, or a terminal."""
+"""Text with a meaning for a shell, YAML, Docker, Jinja2, a path, or a terminal."""
 INSTRUCTION = re.compile(r"(ARG|FROM|RUN|COPY|ENV|WORKDIR|LABEL|USER|ENTRYPOINT|CMD)( |\Z)")
 
 
@@ -117,7 +117,7 @@ def loaded(folder, body: dict[str, Any]) -> EnvSpec | None:
 
 
 def check_artefact(name: str, text: str) -> None:
-    """It can be parsed, and is still what it is."""
+    """It can be parsed, and keeps its meaning."""
     assert "\0" not in text
     text.encode()
     if name == "Dockerfile":
@@ -140,7 +140,7 @@ def check_artefact(name: str, text: str) -> None:
 
 
 def check_all(folder, body: dict[str, Any]) -> None:
-    """Every rendering of *body* holds, or it is refused."""
+    """Every rendering of *body* keeps its meaning, or it is refused."""
     spec = loaded(folder, body)
     if spec is None:
         return
@@ -157,7 +157,7 @@ def check_all(folder, body: dict[str, Any]) -> None:
 
 
 def test_the_document_itself_loads_and_renders(tmp_path):
-    """Else nothing below would be tested."""
+    """Otherwise the tests below would check nothing."""
     spec = loaded(tmp_path, DOCUMENT)
 
     assert spec is not None

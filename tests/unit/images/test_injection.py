@@ -1,4 +1,4 @@
-"""Whatever text stands in a spec stays that text in every artefact."""
+"""Any text in a spec stays that text in every artefact."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MARKS = [
     "<<",
     "@",
 ]
-"""What means something to a shell, to YAML or to Docker."""
+"""Text with a meaning for a shell, YAML or Docker."""
 letters = st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp"), include_characters="\n\t")
 texts = st.lists(
     st.sampled_from(MARKS) | st.text(letters, min_size=1, max_size=5), min_size=1, max_size=8
@@ -55,7 +55,7 @@ texts = st.lists(
 
 
 def stage(value: str, **more):
-    """A stage whose variable, argument and description hold *value*."""
+    """A stage whose variable, argument and description contain *value*."""
     body = {
         "version": "v1",
         "name": "s",
@@ -74,7 +74,7 @@ def texts_of(target: str, spec: EnvSpec) -> dict[str, str]:
 
 
 def unquoted(quoted: str) -> str:
-    r"""What Docker reads in double quotes: a backslash takes away what ``\\``, ``"`` and ``$`` mean."""
+    r"""Docker's reading of double quotes: a backslash removes the meaning of ``\\``, ``"`` and ``$``."""
     assert quoted[0] == quoted[-1] == '"'
     inner = quoted[1:-1]
     assert not re.search(r'(?<!\\)(?:\\\\)*["$]', inner), "a quote or dollar that means something"
@@ -111,7 +111,7 @@ def test_yaml_is_read_back_as_it_was(text):
     "text", ["1e3", "0o17", "0x1f", "yes", "NO", "null", "~", "1_000", "12:30", ".5", "n", "=", "<<"]
 )
 def test_texts_that_look_like_something_else_are_quoted(text):
-    """Readers differ on what is a number: quotes leave no question."""
+    """Readers differ on what is a number: quotes make it clear."""
     assert yaml_text({"key": text}) == f'key: "{text}"\n'
 
 
@@ -158,7 +158,7 @@ def test_user_data_runs_the_command_that_was_written(text):
     "package", ["torch --index-url https://evil.example.com", "torch\\", "torch; rm -rf /", "x /etc/passwd"]
 )
 def test_a_package_that_is_no_requirement_is_refused(package):
-    """Options and shell words after a name are no requirement."""
+    """Options and shell words after a name are not a requirement."""
     with pytest.raises(SpecError, match="is no requirement"):
         check_packages(Runtime(packages=(package,)))
 
@@ -170,7 +170,7 @@ def test_a_comment_cannot_leave_its_line():
 
 @pytest.mark.parametrize("target", RENDERINGS)
 def test_no_artefact_holds_a_secret(target, monkeypatch, tmp_path):
-    """Canaries in the environment of who renders, referred to by name, are in no rendering of any target."""
+    """Canaries in the environment of the renderer, referred to by name, are in no rendering of any target."""
     for name in ("WANDB_API_KEY", "REGISTRY", "WHEELS"):
         monkeypatch.setenv(name, f"me:{CANARY}-{name}")
     runtime = {"type": "python", "packages": ["attrs"], "credentials": "env:WHEELS"}

@@ -25,7 +25,7 @@ def test_manifests_are_valid_and_have_no_unknown_field(name, version):
 
 
 def test_the_schemas_do_refuse_what_is_wrong():
-    """A misspelt field is found, so that the test above means something."""
+    """A misspelt field is found, so that a success of the test above means something."""
     document = next(iter(yaml.safe_load_all((GOLDEN / "short" / "kubernetes" / "job.yaml").read_text())))
     document["spec"]["paralellism"] = 1
 
@@ -38,7 +38,7 @@ def test_the_schemas_do_refuse_what_is_wrong():
     [("train", "train"), ("Train_BERT.v2", "train-bert-v2-"), ("x" * 90, "x" * 43 + "-"), ("...", "stage-")],
 )
 def test_a_name_becomes_a_label_that_no_other_name_becomes(name, expected):
-    """What had to be changed carries a hash of the whole name; a pod's number still fits behind."""
+    """A changed name has a hash of the original; a pod's number still fits behind it."""
     got = resource_name(name)
 
     assert got.startswith(expected)
@@ -56,7 +56,7 @@ def test_a_name_becomes_a_label_that_no_other_name_becomes(name, expected):
     ],
 )
 def test_a_job_requests_the_resource_of_its_gpus_vendor(gpu, resource):
-    """Also where only the type says whose it is (D13)."""
+    """Also where only the type determines the vendor (D13)."""
     spec = EnvSpec.from_dict({"version": "v1", "name": "s", "resources": {"requests": {"gpu": gpu}}})
 
     pod = kubernetes_documents(spec, "r.example.com/base:1", is_built=False)[0]["spec"]["template"]["spec"]

@@ -1,4 +1,4 @@
-"""Layers of system packages whose distributions have no mirror in CI: carried out with stand-in programs."""
+"""Layers of system packages whose distributions lack a mirror in CI: run with stand-in programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_of(base: dict[str, str], packages: list[str], *, has_ca: bool = False) -
 )
 @pytest.mark.parametrize("has_ca", [False, True])
 def test_a_layer_of_packages_calls_its_package_manager_once(base, program, called, cache, has_ca, tmp_path):
-    """A shell runs the line as it stands; each package is one word, and what is downloaded is in a mount."""
+    """A shell runs the line unchanged; each package is one word, and downloads go to a mount."""
     stand_in = tmp_path / program
     stand_in.write_text(f'#!/bin/sh\nprintf "{program}"; printf " [%s]" "$@"; echo; echo "$SSL_CERT_FILE"\n')
     stand_in.chmod(0o755)
@@ -60,6 +60,6 @@ def test_a_layer_of_packages_calls_its_package_manager_once(base, program, calle
 
 
 def test_a_package_name_cannot_be_a_command():
-    """What means something to a shell is refused before."""
+    """Text with a meaning for a shell is refused before."""
     with pytest.raises(Exception, match="is no package name"):
         run_of({"image": "alpine:3.20"}, ["git; touch hacked"])

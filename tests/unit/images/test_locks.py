@@ -1,4 +1,4 @@
-"""What an image is named, made from and allowed to be; its lock; no builder is started."""
+"""An image's name, sources and permissions; its lock; no builder is started."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def stage(**body):
     ],
 )
 def test_what_is_known_of_a_base(base, image, family, python):
-    """By its name and tag; the distribution that is written counts more."""
+    """By its name and tag; a written distribution takes precedence."""
     got = facts(Base(**base))
 
     assert (got.image, got.family, got.python) == (image, family, python)
 
 
 def test_an_unknown_distribution_names_the_known_ones():
-    """So that it can be written anew at once."""
+    """So that the user can correct it at once."""
     with pytest.raises(SpecError, match="'plan9' is not known; write one of almalinux, alpine"):
         facts(Base(distro="plan9"))
 
@@ -59,7 +59,7 @@ def test_an_unknown_distribution_names_the_known_ones():
     ("allowed", "passes"), [((), True), (("python:*",), True), (("nvidia/*", "debian:*"), False)]
 )
 def test_a_base_may_be_held_to_a_list(allowed, passes):
-    """One glob must match the name as it is written; no list allows all."""
+    """One glob must match the name as written; without a list every base is allowed."""
     if passes:
         check_base(stage(), allowed)
     else:
@@ -78,7 +78,7 @@ def test_a_base_may_be_held_to_a_list(allowed, passes):
     ],
 )
 def test_short_names_are_docker_hubs(name, expected):
-    """As docker reads them; other builders know no short names."""
+    """As docker reads them; other builders do not know short names."""
     assert qualified(name) == expected
 
 
@@ -119,7 +119,7 @@ def test_equal_content_is_an_equal_context(tmp_path):
 
 
 def test_credentials_are_for_the_hosts_of_the_indexes():
-    """A user with a password, or a token; and never for no host."""
+    """A user with a password, or a token; never without a host."""
     wanted = Requirements(
         Runtime(
             index_url="https://a.example.com/simple", extra_index_urls=("http://b.example.com:81/simple",)
@@ -135,7 +135,7 @@ def test_credentials_are_for_the_hosts_of_the_indexes():
 
 
 def test_what_is_no_certificate_is_refused(tmp_path):
-    """Before a build that could trust nobody."""
+    """Before a build that could not trust any server."""
     (tmp_path / "ca.pem").write_text("no certificate")
 
     with pytest.raises(SpecError, match="no certificates can be read"):
@@ -149,7 +149,7 @@ LOCK = Lock(
 
 
 def test_a_lock_is_read_back_and_shows_versions():
-    """The same lock, and a list that people read."""
+    """The same lock, and a human-readable list."""
     text = LOCK.to_text()
 
     assert Lock.from_text(text, "lock.json") == LOCK
@@ -175,7 +175,7 @@ def test_what_is_no_lock_is_refused(text):
     ],
 )
 def test_a_field_of_a_lock_that_cannot_be_is_named(field, value, named):
-    """Locks are files that people edit: no traceback, and nothing is made of it."""
+    """Users edit locks: no traceback, and nothing is built from it."""
     text = json.dumps({**json.loads(LOCK.to_text()), field: value})
 
     with pytest.raises(ProtocolError, match=rf"^lock.json is no lock of an environment: {named}: Input"):
@@ -200,7 +200,7 @@ def test_a_lock_pins_packages_of_both_kinds():
     ],
 )
 def test_a_lock_of_another_environment_is_refused(body, fault):
-    """It could not be made exactly."""
+    """It could not be rebuilt exactly."""
     with pytest.raises(SpecError, match=fault):
         apply_lock(stage(**body), Requirements(), LOCK)
 
@@ -214,7 +214,7 @@ def test_a_lock_of_another_environment_is_refused(body, fault):
     ],
 )
 def test_a_package_that_was_written_since_is_in_no_lock(packages, file, absent):
-    """Installed exactly by it, the image would lack the package, and the training end at its import."""
+    """An exact install would lack the package, and the training would end at its import."""
     spec = stage(runtimes=[{"type": "python", "packages": packages}])
     wanted = Requirements(spec.runtimes[0], {"r.txt": file}, "r.txt" if file else None)
 
@@ -235,7 +235,7 @@ def test_what_need_not_be_in_a_lock_is_not_missed_there():
 
 
 def test_a_lock_of_a_machine_holds_the_packages_that_were_there():
-    """The run did without the other, and so does its repetition."""
+    """The run worked without the other, and so does its repetition."""
     lock = replace(LOCK, image=None, requirements=None, system_packages={"git": "1:2.39"})
 
     spec, _ = apply_lock(stage(system_packages=["git", "jq"]), Requirements(), lock)
@@ -244,7 +244,7 @@ def test_a_lock_of_a_machine_holds_the_packages_that_were_there():
 
 
 def test_versions_of_every_package_manager_are_read():
-    """Both dpkg and rpm say name=version, apk name-version; what was not asked for is left out."""
+    """Both dpkg and rpm print name=version, apk name-version; other packages are left out."""
     assert parse_versions(["git=1:2.39", "other=1"], ["git"]) == {"git": "1:2.39"}
     assert parse_versions(["git-lfs-3.2-r1", "git-2.40-r0"], ["git", "git-lfs"]) == {
         "git-lfs": "3.2-r1",

@@ -1,4 +1,4 @@
-"""What ``run`` needs beside its sizes is said by ``dry-run`` before anything starts."""
+"""``dry-run`` reports what ``run`` needs besides its sizes, before anything starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BARE = Here(
 
 @pytest.fixture
 def stage(tmp_path):
-    """A spec of those lines in a folder that holds ``train.py``; and what a machine without uv lacks."""
+    """A spec of those lines in a folder with ``train.py``; and what a machine without uv lacks."""
     (tmp_path / "train.py").write_text("")
 
     def made(text, *, here=BARE, store_url=None):
@@ -74,7 +74,7 @@ def test_what_may_be_there_is_not_refused(stage, text):
 
 
 def test_dry_run_names_what_run_would_fail_for(tmp_path, monkeypatch):
-    """From the shell, before anything starts: it said ``nothing missing`` (F4)."""
+    """From the shell, before anything starts: earlier it printed ``nothing missing`` (F4)."""
     (tmp_path / "s.yaml").write_text(f"{HEAD}workdir: .\nentrypoint: [python, trian.py]\n")
     monkeypatch.chdir(tmp_path)
 
@@ -97,7 +97,7 @@ def test_an_installer_that_is_not_there_is_named_with_the_extra(stage):
 
 
 def test_a_store_or_volume_whose_package_is_not_there_is_named(stage, monkeypatch):
-    """As `run` would say it, but before (F4)."""
+    """The same message as from `run`, but earlier (F4)."""
 
     def absent(url):
         raise SpecError(f"{url}: install the [amazon] extra")
@@ -112,7 +112,7 @@ def test_a_store_or_volume_whose_package_is_not_there_is_named(stage, monkeypatc
 
 
 def test_an_environment_without_packages_needs_no_uv(tmp_path, monkeypatch):
-    """Python's own venv makes it, of this Python (F4)."""
+    """Python's own venv creates it, for this Python (F4)."""
     monkeypatch.setattr(venv_cache, "has_uv", lambda: False)
     monkeypatch.setattr(
         venv_cache, "python_of", lambda version: python_of("3.11") if version == "3.11" else None

@@ -1,4 +1,4 @@
-"""External programs: their output as it comes, whoever else writes or keeps it open."""
+"""External programs: their output as it comes, also if others write to it or keep it open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from envscaler_airflow.images.programs import stream_program
 
 
 def test_lines_come_whole_and_progress_is_lines_too():
-    """Bytes that are no UTF-8 stand as a mark, and the last line needs no end."""
+    """Invalid UTF-8 becomes a replacement mark, and the last line needs no newline."""
     lines: list[str] = []
 
     code = stream_program(["sh", "-c", r"printf '1%%\r2%%\nb\377d\nno end'; exit 3"], lines.append)
@@ -18,7 +18,7 @@ def test_lines_come_whole_and_progress_is_lines_too():
 
 
 def test_what_writes_to_the_fifo_is_heard_in_its_place(tmp_path):
-    """As a container does, whose builder passes only a part on."""
+    """Like a container whose builder forwards only a part."""
     fifo, lines = tmp_path / "output", []
 
     code = stream_program(

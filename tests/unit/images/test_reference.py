@@ -1,4 +1,4 @@
-"""The reference and the shipped schema are what the models say now."""
+"""The reference and the shipped schema match the current models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLACES: dict[str, tuple[tuple[str | int, ...], dict]] = {
     "Hold": (("scaling", "rules", 0, "for"), {}),
     "PhaseGpu": (("scaling", "phases", "train", "gpu"), {}),
 }
-"""Where a part stands in a document, and what it cannot be without."""
+"""The place of a part in a document, and the parts that it requires."""
 BESIDE: dict[str, dict] = {
     "Volume.storage_class": {**VOLUME, "size": "10Gi"},
     "Volume.retain": {**VOLUME, "size": "10Gi"},
@@ -56,18 +56,18 @@ BESIDE: dict[str, dict] = {
     "Scaling.min_nodes": {"max_nodes": 4},
     "MetricRule.below": {"metric": "gpu_utilization"},
 }
-"""The same, for fields that need or bear something else."""
+"""The same, for fields that require or exclude something else."""
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "envspec.md"
 
 
 def test_the_reference_is_current():
-    """Else run: envscaler schema --markdown > docs/reference/envspec.md ."""
+    """If it fails, run: envscaler schema --markdown > docs/reference/envspec.md ."""
     assert REFERENCE.read_text() == reference_text()
 
 
 def test_the_shipped_schema_is_current():
-    """Else run: envscaler schema > envscaler_airflow/images/envspec.schema.json ."""
+    """If it fails, run: envscaler schema > envscaler_airflow/images/envspec.schema.json ."""
     shipped = resources.files("envscaler_airflow.images").joinpath(SCHEMA_FILE).read_text()
 
     assert shipped == schema_text()
@@ -102,7 +102,7 @@ def examples() -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("part", "field", "example"), examples())
 def test_every_example_is_one_that_a_spec_takes(part, field, example, tmp_path):
-    """Written at its place in a document it loads, with what it cannot be without beside it."""
+    """Written at its place in a document it loads, beside the parts that it requires."""
     (tmp_path / "requirements.txt").write_text("attrs\n")
     path, beside = PLACES[part]
     value = yaml.safe_load(example)

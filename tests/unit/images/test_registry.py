@@ -1,4 +1,4 @@
-"""The registry: immutable versions, one winner, ranges, and a cache that needs no store."""
+"""The registry: immutable versions, one winner, ranges, and a cache that works without a store."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MODULE = "version: v1\nsystem_packages: [git]\n"
 
 
 class Offline:
-    """A store that nobody reaches."""
+    """An unreachable store."""
 
     def __init__(self, url: str) -> None:
-        """Keep the URL of the store that is away."""
+        """Keep the URL of the unreachable store."""
         self.url = url
 
     def __getattr__(self, name: str):
-        """Every call fails as an unplugged cable does."""
+        """Every call fails as with an unplugged cable."""
 
         def fail(*_args: object, **_options: object) -> None:
             raise StoreError("no route to host", transient=True)
@@ -42,7 +42,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def registry(store, tmp_path):
-    """A registry on it, with a cache of its own and a clock that stands."""
+    """A registry on it, with a cache of its own and a stopped clock."""
     return SpecRegistry(lambda: store, cache=tmp_path / "cache", clock=lambda: 1_700_000_000.0)
 
 
@@ -56,7 +56,7 @@ def test_a_published_version_is_found_by_range(registry):
 
 
 def test_a_version_never_changes(registry):
-    """Other text under the same version is refused with who published it; the same text is no error."""
+    """Another text under the same version is refused with its publisher; the same text is not an error."""
     registry.publish("team/base", "1.0.0", MODULE, by="ana")
 
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_a_lost_answer_is_settled_by_reading_back(store, tmp_path):
 
 
 def test_an_unreachable_store_is_never_a_success(store, tmp_path):
-    """Nothing was written and nothing can be read back: an error, that says so."""
+    """Nothing was written and nothing can be read back: an error reports it."""
     faulty = FaultyStore(store)
     SpecRegistry(lambda: store, cache=tmp_path / "cache").publish("team/other", "1.0.0", MODULE)
     faulty.add("refuse", "create")
@@ -105,7 +105,7 @@ def test_an_unreachable_store_is_never_a_success(store, tmp_path):
 
 
 def test_the_cache_works_offline(registry, store, tmp_path):
-    """What was pulled once needs no store: exact, by range, and through a spec."""
+    """An entry that was pulled once needs no store: exact, by range, and through a spec."""
     registry.publish("team/base", "1.2.0", MODULE)
     registry.pull("team/base@1.2")
     offline = SpecRegistry(lambda: Offline(store.url), cache=tmp_path / "cache")
@@ -125,7 +125,7 @@ def test_the_cache_works_offline(registry, store, tmp_path):
 
 
 def test_a_spoilt_copy_is_fetched_again(registry, tmp_path):
-    """A copy whose text is not what its hash says counts as none."""
+    """A copy whose text does not match its hash counts as absent."""
     registry.publish("team/base", "1.0.0", MODULE)
     registry.pull("team/base@1.0.0")
     copy = next((tmp_path / "cache").rglob("1.0.0.json"))
@@ -135,7 +135,7 @@ def test_a_spoilt_copy_is_fetched_again(registry, tmp_path):
 
 
 def test_an_entry_that_was_tampered_with_is_refused(registry, store):
-    """The store's bytes are data: a text that is not what its hash says is never used."""
+    """The store's bytes are data: a text that does not match its hash is never used."""
     registry.publish("team/base", "1.0.0", MODULE)
     name = store.names("registry.v1")[0]
     body = json.loads(store.read(name))
@@ -173,7 +173,7 @@ def test_nobody_publishes_under_the_shipped_name(registry):
 
 
 def test_a_missing_version_names_those_that_exist(registry):
-    """So that the reference can be written anew without another look."""
+    """So that the user can correct the reference at once."""
     registry.publish("team/base", "1.0.0", MODULE)
 
     with pytest.raises(SpecError, match=r"no such version .*; write one of 1\.0\.0"):

@@ -1,4 +1,4 @@
-"""Renderings against golden files; UPDATE_GOLDEN=1 writes them anew."""
+"""Renderings against golden files; UPDATE_GOLDEN=1 rewrites them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rendered(name: str, target: str, tmp_path: Path) -> dict[str, str]:
         if target == "kubernetes":
             image = image or "registry.example.com/wide:1"
         found = render(target, loaded.spec, read_requirements(loaded.spec), image=image, options=options)
-    # The hash is over every default too, which is another test's to hold; YAML quotes one of digits first.
+    # The hash covers every default too, which another test checks; YAML quotes a hash of digits first.
     digest = spec_hash(loaded.spec)
     return {
         item.name: item.text.replace(f'"{digest}"', digest).replace(digest, "SPEC-HASH") for item in found
@@ -63,13 +63,13 @@ def rendered(name: str, target: str, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _stay_here(monkeypatch):
-    """Each test leaves the working folder as it found it."""
+    """Each test leaves the working folder unchanged."""
     monkeypatch.chdir(HERE)
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_renders_as_the_golden_files_say(name, target, tmp_path):
-    """Every artefact of every target is what was looked at and kept."""
+    """Every artefact of every target equals its reviewed golden file."""
     folder = GOLDEN / name / target
 
     got = rendered(name, target, tmp_path)
@@ -90,7 +90,7 @@ def test_a_machine_refuses_a_claim_of_kubernetes(tmp_path):
 
 @pytest.mark.parametrize("name", ["short", "long", "wide", "hostile"])
 def test_the_composed_spec_is_a_spec_that_means_the_same(name, tmp_path):
-    """Loaded again it has the same hash: nothing is lost and nothing is added."""
+    """A reloaded spec has the same hash: nothing is lost and nothing is added."""
     text = rendered(name, "spec", tmp_path)["spec.yaml"]
     (tmp_path / "specs" / "again.yaml").write_text(text)
 

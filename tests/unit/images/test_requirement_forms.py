@@ -1,4 +1,4 @@
-"""Requirements files as people publish them: of other tools, editors and systems."""
+"""Requirements files as published: of other tools, editors and systems."""
 
 import codecs
 import json
@@ -30,7 +30,7 @@ GIT = "git+https://git.example.org/nlp/adapters.git@v0.1.0"
 
 
 def spec_of(folder, text=None, *, name="requirements.txt", image="python:3.11-slim", **runtime):
-    """A stage whose requirements file *name* holds *text*."""
+    """A stage whose requirements file *name* contains *text*."""
     if text is not None:
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         runtime["requirements"] = name
@@ -46,7 +46,7 @@ def read(folder, text, **more):
 
 
 def refused(folder, text, **more):
-    """Why they are not."""
+    """Why they are refused."""
     with pytest.raises(SpecError) as caught:
         read(folder, text, **more)
     return str(caught.value)
@@ -81,7 +81,7 @@ def test_a_file_of_conda_says_what_to_write(tmp_path):
     ],
 )
 def test_a_file_of_another_tool_says_how_pip_s_is_made(tmp_path, name, text, words):
-    """It was copied into the image, and pip ended there (E)."""
+    """It was copied into the image, and pip failed there (E)."""
     assert words in refused(tmp_path, text, name=name)
 
 
@@ -103,7 +103,7 @@ def test_a_file_of_another_tool_says_how_pip_s_is_made(tmp_path, name, text, wor
     ],
 )
 def test_a_line_that_no_image_can_install_is_refused_with_its_place(tmp_path, line, words):
-    """Before a build that ends with an installer's words (E)."""
+    """Before a build that ends with an installer's message (E)."""
     message = refused(tmp_path, f"tqdm==4.66.4\n\n{line}\n")
 
     assert message.startswith("requirements.txt:3: ")
@@ -238,14 +238,14 @@ def test_the_pin_of_this_system_counts(tmp_path, lines, chain):
     ],
 )
 def test_an_index_in_a_comment_is_none(tmp_path, text, cuda):
-    """Options alone name where wheels come from (E)."""
+    """Only options name an index (E)."""
     spec = spec_of(tmp_path, text)
 
     assert software(spec, read_requirements(spec)).cuda == cuda
 
 
 def test_a_gpu_is_refused_by_the_pin_of_this_system_alone(tmp_path):
-    """As ``plan`` asks it (E)."""
+    """As ``plan`` reads it (E)."""
     pins = ("torch=={}; sys_platform == 'darwin'", "torch=={}; sys_platform == 'linux'")
     lines = [pin.format(version) for pin, version in zip(pins, ("2.0.1", "2.7.1"), strict=True)]
     swapped = [pin.format(version) for pin, version in zip(pins, ("2.7.1", "2.0.1"), strict=True)]
@@ -256,7 +256,7 @@ def test_a_gpu_is_refused_by_the_pin_of_this_system_alone(tmp_path):
 
 
 def test_a_rendering_holds_no_mark_and_no_editable(tmp_path):
-    """What is copied into the image is what is read (E)."""
+    """The file in the image is the file that was read (E)."""
     spec = spec_of(tmp_path, codecs.BOM_UTF8 + f"-e {GIT}#egg=adapters\n".encode())
 
     files = {item.name: item.text for item in read_requirements(spec).artefacts()}

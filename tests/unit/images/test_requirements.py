@@ -1,4 +1,4 @@
-"""Requirements files are whatever somebody wrote: they are read, or refused with file and line."""
+"""Requirements files have any content: they are read, or refused with file and line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIECES = [
 
 
 def read(folder, text: str | bytes, name: str = "requirements.txt") -> Requirements:
-    """Requirements of a stage whose file *name* holds *text*."""
+    """Requirements of a stage whose file *name* contains *text*."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     (folder / name).write_bytes(data)
     return of(folder, name)
@@ -42,7 +42,7 @@ def of(folder, name: str) -> Requirements:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=8).map("".join))
 def test_any_file_is_read_or_refused(tmp_path, text):
-    """Nothing of the machine beside its folder gets into what is read."""
+    """Nothing of the machine outside its folder gets into the result."""
     try:
         got = read(tmp_path, text)
     except SpecError:
@@ -53,13 +53,13 @@ def test_any_file_is_read_or_refused(tmp_path, text):
 
 @pytest.mark.parametrize("line", ['-r "a b.txt"', "-r 'a.txt", '-c "', "--requirement=\\"])
 def test_a_name_in_quotes_that_do_not_close_is_a_fault(tmp_path, line):
-    """With the line that holds it."""
+    """With its line."""
     with pytest.raises(SpecError, match=r"requirements.txt:2|requirements.txt cannot|cannot be read"):
         read(tmp_path, f"attrs\n{line}\n")
 
 
 def test_a_comment_does_not_go_on_in_the_next_line(tmp_path):
-    """What follows is a line of its own to pip, whatever ends the comment; so it is looked at."""
+    """The next line is a line of its own to pip, after any line break; so it is checked."""
     with pytest.raises(SpecError, match=r"requirements\.txt:2: installs from this machine"):
         read(tmp_path, "# a note \\\n-e ./local\n")
 
@@ -81,13 +81,13 @@ def test_a_password_over_two_lines_is_a_password(tmp_path, text):
 
 
 def test_an_editable_over_two_lines_installs_from_this_machine(tmp_path):
-    """Likewise."""
+    """Here too a backslash joins the lines."""
     with pytest.raises(SpecError, match=r"requirements.txt:2: installs from this machine"):
         read(tmp_path, "attrs\n-\\\ne ./mine\n")
 
 
 def test_what_is_no_file_or_too_large_is_not_read(tmp_path):
-    """A pipe that nobody writes to, a device without an end, a folder, a link to one of them."""
+    """A pipe without a writer, a device without an end, a folder, a link to one of them."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "large").write_bytes(b"#" * (MAX_BYTES + 1))

@@ -1,4 +1,4 @@
-"""Conflicts before the build: real resolutions on an index in a folder, a conda program by script."""
+"""Conflicts before the build: real resolutions on an index in a folder, a scripted conda program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wheel(folder, name: str, version: str, *needs: str) -> None:
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """An index in a folder: one framework in two versions, and what needs it."""
+    """An index in a folder: one framework in two versions, and its dependencies."""
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
     monkeypatch.setenv("UV_NO_CONFIG", "1")
     folder = tmp_path / "index"
@@ -69,7 +69,7 @@ def test_packages_that_go_together_have_exact_versions(tmp_path, index):
 
 
 def test_a_conflict_is_told_with_the_chain_of_who_needs_what_in_time(tmp_path, index):
-    """The chain trainer -> frame<2 -> arrays<2 against arrays>=2 of one's own; well under ten seconds."""
+    """The chain trainer -> frame<2 -> arrays<2 against the stage's own arrays>=2; well under ten seconds."""
     begun = time.monotonic()
 
     with pytest.raises(SpecError, match="cannot be installed together") as caught:
@@ -81,14 +81,14 @@ def test_a_conflict_is_told_with_the_chain_of_who_needs_what_in_time(tmp_path, i
 
 
 def test_what_the_base_holds_takes_part_and_is_not_installed_again(tmp_path, index):
-    """The base's arrays 1.24, which no index has, fits; it stands in no lock."""
+    """The base's arrays 1.24, which no index has, fits; no lock contains it."""
     got = resolve(*stage(tmp_path, index, "trainer", provides={"arrays": "1.24.0", "python": "3.11"}))
 
     assert got.versions == {"trainer": "5.0", "frame": "1.0"}
 
 
 def test_a_conflict_with_the_base_names_the_base(tmp_path, index):
-    """Version 2 of frame needs arrays 2, the base holds 1.24."""
+    """Version 2 of frame needs arrays 2, the base has 1.24."""
     with pytest.raises(SpecError, match=r"arrays==1\.24\.0 is what the base example/base:1 holds"):
         resolve(*stage(tmp_path, index, "frame==2.0", provides={"arrays": "1.24.0"}))
 
@@ -102,7 +102,7 @@ def test_a_lock_names_every_file_by_its_hash(tmp_path, index):
 
 
 def test_an_unreachable_index_is_unknown_and_no_conflict(tmp_path, monkeypatch):
-    """Nothing listens there: nothing is known, and it is said so."""
+    """The index is down: the result is unknown, and reported as that."""
     monkeypatch.setenv("UV_HTTP_RETRIES", "0")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
     runtime = Runtime(version="3.11", packages=("arrays",), index_url="http://127.0.0.1:9/simple")
@@ -116,7 +116,7 @@ def test_an_unreachable_index_is_unknown_and_no_conflict(tmp_path, monkeypatch):
 
 @pytest.fixture
 def conda(tmp_path, monkeypatch):
-    """A stand-in for micromamba: writes down how it was called and answers as it was told."""
+    """A stand-in for micromamba: records its arguments and returns the scripted answer."""
 
     def make(answer: str, code: int) -> None:
         program = tmp_path / "bin" / "micromamba"
@@ -157,7 +157,7 @@ def test_conda_and_pip_are_in_one_report(tmp_path, index, conda):
 
 
 def test_packages_of_conda_are_in_no_lock(tmp_path, index):
-    """An index of pip has others by the same names: a lock would say what no image holds."""
+    """An index of pip has others by the same names: a lock would name packages that no image contains."""
     with pytest.raises(SpecError, match="conda's packages cannot be locked"):
         resolve(*conda_stage(tmp_path, index, "trainer"), hashes=True)
 
@@ -170,7 +170,7 @@ def test_conda_packages_that_go_together_are_no_finding(tmp_path, index, conda):
 
 
 def test_without_a_conda_program_it_is_said_that_nobody_looked(tmp_path, index, monkeypatch):
-    """Unchecked is never a success in silence."""
+    """An unchecked stage is never a silent success."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3.11").symlink_to(sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -191,7 +191,7 @@ def test_without_uv_the_extra_that_brings_it_is_named(monkeypatch, tmp_path):
 
 
 def test_a_rendering_is_locked_when_asked_to(tmp_path, index, monkeypatch):
-    """The requirements name every file by its hash and the script insists on them; conda's cannot be."""
+    """The requirements have every file's hash and the script checks them; conda's packages have none."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "requirements.txt").write_text(f"--no-index\n--find-links {index}\ntrainer\n")
     runtime = "{type: python, version: '3.11', requirements: requirements.txt}"

@@ -45,7 +45,7 @@ def test_a_base_on_which_nothing_is_installed_is_the_image(spec):
 
 
 def test_what_installs_packages_runs_in_its_built_image(spec):
-    """Named without a builder: by what is installed and on what."""
+    """Named without a builder: by its packages and its base."""
     made = with_image(spec(BASE + INSTALLS), image=None, repository=REPOSITORY)
 
     assert re.fullmatch(r"registry\.example\.com/team/my-stage:env-[0-9a-f]{16}", made.base.image)
@@ -68,7 +68,7 @@ def test_the_name_follows_the_environment_and_not_the_code(spec, tmp_path):
 
 
 def test_the_deployments_image_is_that_of_every_stage(spec):
-    """Whoever names it says that it has what stages need."""
+    """The deployment vouches that it contains what stages need."""
     assert with_image(spec(INSTALLS), image="all:1", repository=REPOSITORY).base.image == "all:1"
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_run_without_its_packages(spec, text, why):
 
 @pytest.mark.parametrize("given", [(), ("-t", "registry.example.com/own:1")])
 def test_a_build_takes_the_name_that_the_stage_will_look_for(spec, tmp_path, monkeypatch, given):
-    """Unless a person says another."""
+    """Unless the user sets another."""
     one = spec(BASE + INSTALLS)
     names = []
 
@@ -120,7 +120,7 @@ def test_a_build_takes_the_name_that_the_stage_will_look_for(spec, tmp_path, mon
     ],
 )
 def test_what_a_build_will_lack_is_told_before_its_work(spec, tmp_path, monkeypatch, words, told):
-    """Nothing is resolved, fetched or built for it."""
+    """It resolves, fetches and builds nothing."""
     spec(BASE + INSTALLS)
     monkeypatch.setattr(build_command, "check_environment", lambda *_words, **_more: pytest.fail("resolved"))
     monkeypatch.setenv("PATH", str(tmp_path))

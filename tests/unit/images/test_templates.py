@@ -21,7 +21,7 @@ def call(*words: str):
 
 @pytest.mark.parametrize("name", template_names())
 def test_a_template_validates_and_renders_to_every_target(name, tmp_path, monkeypatch):
-    """As it is written, for each variant; its code is Python."""
+    """As created, for each variant; its code is Python."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -46,7 +46,7 @@ def test_the_cpu_template_does_what_its_spec_says(tmp_path):
 
 
 def test_nothing_is_overwritten_unasked(tmp_path):
-    """One file that exists stops them all; --force is asking."""
+    """One existing file stops them all; --force overwrites."""
     (tmp_path / "envscaler.yaml").write_text("mine")
 
     got = call("init", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Environments of the local target: made once for each content, never half."""
+"""Environments of the local target: built once for each content, never partly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stage(tmp_path, monkeypatch):
 
 
 def test_an_environment_holds_the_packages_and_is_used_again(stage, tmp_path):
-    """The second call makes nothing and says nothing."""
+    """The second call builds and prints nothing."""
     said: list[str] = []
     python = venv_cache.ensure(stage("greeting"), tmp_path / "cache", say=said.append)
 
@@ -57,7 +57,7 @@ def test_an_environment_holds_the_packages_and_is_used_again(stage, tmp_path):
 
 
 def test_other_content_is_another_environment(stage, tmp_path):
-    """The key is over Python and every requirements file."""
+    """The key covers Python and every requirements file."""
     first, second = stage("greeting"), None
     key = venv_cache.environment_key(first, read_requirements(first))
     second = stage("greeting", "# changed")
@@ -67,7 +67,7 @@ def test_other_content_is_another_environment(stage, tmp_path):
 
 @pytest.mark.parametrize("absent", [venv_cache.READY, "bin/python"])
 def test_what_was_interrupted_or_lost_its_python_is_made_anew(stage, tmp_path, absent):
-    """Without its mark, or with a link to a Python that has been removed, an environment counts as none."""
+    """Without its mark, or with a link to a removed Python, an environment counts as absent."""
     python = venv_cache.ensure(stage("greeting"), tmp_path / "cache")
     (python.parent.parent / absent).unlink()
 
@@ -77,7 +77,7 @@ def test_what_was_interrupted_or_lost_its_python_is_made_anew(stage, tmp_path, a
 
 
 def test_what_cannot_be_installed_says_why_and_leaves_nothing(stage, tmp_path):
-    """The installer's own words."""
+    """The installer's own message."""
     with pytest.raises(SpecError, match="absent-package was not found"):
         venv_cache.ensure(stage("absent-package"), tmp_path / "cache")
 

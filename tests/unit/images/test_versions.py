@@ -34,7 +34,7 @@ def test_the_order_is_that_of_the_specification():
     ],
 )  # fmt: skip
 def test_a_range_takes_the_newest_that_it_allows(wanted, expected):
-    """A release is never passed over for a pre-release that the range does not name."""
+    """A release is never skipped for a pre-release that the range does not name."""
     got = newest(KNOWN, wanted)
 
     assert got == (None if expected is None else Version.parse(expected))
@@ -44,21 +44,21 @@ def test_a_range_takes_the_newest_that_it_allows(wanted, expected):
     "text", ["1", "1.2", "v1.2.3", "1.2.3+build", "01.2.3", "1.2.3-", "1.2.-3", "", "1.2.3\n"]
 )
 def test_what_is_no_version_is_refused(text):
-    """Build metadata orders nothing, so that it would make two versions of one."""
+    """Build metadata has no order, so that it would make two versions of one."""
     with pytest.raises(SpecError, match="is no semantic version"):
         Version.parse(text)
 
 
 @pytest.mark.parametrize("wanted", ["x", ">=", "1.2.3.4", "^^1", "1 || 2", ">=1,,<2"])
 def test_what_is_no_range_is_refused(wanted):
-    """A range that is half understood would take the wrong version."""
+    """A range that is only partly understood would take the wrong version."""
     with pytest.raises(SpecError, match="is not understood"):
         newest(KNOWN, wanted)
 
 
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_text_and_version_are_one_to_one(major, minor, patch):
-    """Read what was written; an exact reference is one version."""
+    """The text is read back; an exact reference is one version."""
     version = Version(major, minor, patch)
 
     assert exact(str(version)) == version

@@ -1,4 +1,4 @@
-"""Unit tests of the public fakes: a fake that lies makes every other test worthless."""
+"""Unit tests of the public fakes: a wrong fake makes every other test worthless."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from envscaler_airflow.testing import FaultyStore, ManualClock
 
 @pytest.fixture
 def store(tmp_path):
-    """A store in a folder, with faults to be scripted."""
+    """A store in a folder, with scripted faults."""
     (tmp_path / "store").mkdir()
     return FaultyStore(open_store(f"file://{tmp_path / 'store'}"), sleep=ManualClock().sleep)
 
@@ -27,7 +27,7 @@ def test_without_faults_it_is_the_store(store):
 
 
 def test_a_refused_call_does_nothing(store):
-    """It raises, once, and the store is as before."""
+    """It raises, once, and the store is unchanged."""
     store.add("refuse", "write", "a")
 
     with pytest.raises(StoreError, match="scripted fault"):
@@ -39,7 +39,7 @@ def test_a_refused_call_does_nothing(store):
 
 
 def test_a_lost_answer_is_an_act_that_was_done(store):
-    """Created, and the caller does not know."""
+    """The file is created, and the caller does not know."""
     store.add("lose-answer", "create", "events/*")
 
     with pytest.raises(StoreError):
@@ -49,7 +49,7 @@ def test_a_lost_answer_is_an_act_that_was_done(store):
 
 
 def test_a_fault_strikes_only_what_it_names_and_as_often_as_it_says(store):
-    """Two reads below b/ fail, whatever else is read."""
+    """Two reads below b/ fail, all others succeed."""
     fault = store.add("refuse", "read", "b/*", times=2)
 
     assert store.read("a/x") is None
@@ -61,7 +61,7 @@ def test_a_fault_strikes_only_what_it_names_and_as_often_as_it_says(store):
 
 
 def test_a_delay_is_slept_before_the_act(tmp_path):
-    """By the clock that the test gave."""
+    """By the clock of the test."""
     clock = ManualClock()
     store = FaultyStore(open_store(f"file://{tmp_path / 'store'}"), sleep=clock.sleep)
     store.add("delay", "*", delay_s=7.0)

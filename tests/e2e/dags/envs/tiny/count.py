@@ -1,4 +1,4 @@
-"""A training that only counts: cooperates, saves its step, and writes down when it made each."""
+"""A training that only counts: it cooperates, saves its step, and records the time of each step."""
 
 # ruff: noqa: T201 - what it prints is what the tests look for
 
@@ -15,7 +15,7 @@ from envscaler_agent import Session
 
 
 def note(step: int) -> None:
-    """Append ``generation attempt step time`` to the test's ledger; one write, so lines stay whole."""
+    """Append ``generation attempt step time`` to the test's ledger; one write, so that lines stay intact."""
     if not os.environ.get("LEDGER"):
         return
     line = (

@@ -1,4 +1,4 @@
-"""Print the secrets that it was given, in all the ways in which a careless training does."""
+"""Print the secrets of this training in all the ways in which a careless training does."""
 
 # ruff: noqa: T201 - what it prints is what the tests look for
 
