@@ -4,18 +4,17 @@
 
 Three numbers, all of real processes on this machine:
 
-- CPU seconds of wrapper and sampler (by /proc) per second of a training that makes 20 steps a second,
-  at one sample a second; start-up is left out and stated beside it. The goal is at most 0.5 % of one core.
-- CPU time of ``session.step`` and ``session.checkpoint`` together, when nothing is due: 200,000 calls of
-  each in one process under the wrapper.
-- A paired A/B: the same fixed work, alternately bare and under the agent, in random order within each
-  pair, after two seconds in which imports and whatever else comes once are over. A step hashes a MiB,
-  about a millisecond; it allocates nothing: loops that do differ by several per cent with what was
-  imported before. Compared is CPU time of the training per step, which others on the machine
-  disturb least, and wall time per step besides. Of the ratios of all pairs the median is told, with a
-  95 % interval by the bootstrap over pairs (Efron, "Bootstrap Methods", Annals of Statistics 7, 1979:
-  percentile interval): one pair that another program disturbed moves
-  neither.
+- CPU seconds of wrapper and sampler (by /proc) per second of a training that makes 20 steps a second, at one
+  sample a second; start-up is excluded and reported separately. The goal is at most 0.5 % of one core.
+- CPU time of ``session.step`` and ``session.checkpoint`` together, when nothing is due: 200,000 calls of each
+  in one process under the wrapper.
+- A paired A/B: the same fixed work, alternately bare and under the agent, in random order within each pair,
+  after two seconds for imports and other one-time work. A step hashes a MiB, about a millisecond. It
+  allocates nothing: loops that do differ by several per cent with the modules imported before. The comparison
+  uses the CPU time of the training per step, which other processes disturb least, and also the wall time per
+  step. The result is the median of the ratios of all pairs, with a 95 % interval by the bootstrap over pairs
+  (Efron, "Bootstrap Methods", Annals of Statistics 7, 1979: percentile interval): one pair that another
+  program disturbed changes neither.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from typing import Any
 GOAL_PERCENT = 0.5
 SETTLE_S = 5.0
 RESAMPLES = 10_000
-"""Of the bootstrap. Chosen: the interval's ends then stand to a hundredth of a per cent."""
+"""Resamples of the bootstrap. Chosen: the interval's ends are then stable to a hundredth of a per cent."""
 
 LOOP = """
 import hashlib, sys, time
@@ -82,7 +81,7 @@ with Session() as session:
 
 
 def wrapped(spool: Path, *command: str, sample_interval_s: float = 1.0) -> list[str]:
-    """A command under the agent; its spool folder is laid out."""
+    """A command under the agent, with its spool folder created."""
     spool.mkdir(parents=True)
     session = {"sample_interval_s": sample_interval_s}
     start = {"schema": "1.0", "session": session}
@@ -92,7 +91,7 @@ def wrapped(spool: Path, *command: str, sample_interval_s: float = 1.0) -> list[
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process so far, by /proc; its children do not count."""
+    """CPU seconds of a process so far, by /proc, without its children."""
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -112,7 +111,7 @@ def children(pid: int) -> list[int]:
 
 
 def own_cost(seconds: float) -> dict[str, float]:
-    """CPU per cent of one core that wrapper and sampler use beside a quiet training."""
+    """CPU per cent of one core that wrapper and sampler use next to an idle training."""
     with tempfile.TemporaryDirectory() as folder:
         command = wrapped(Path(folder) / "spool", sys.executable, "-c", STEPPING)
         agent = subprocess.Popen(command)
@@ -161,7 +160,7 @@ def seconds_per_step(steps: int, *, with_agent: bool, folder: Path) -> tuple[flo
 
 
 def compare(pairs: int, steps: int) -> dict[str, dict[str, float]]:
-    """What a step takes more with the agent, per cent, with its 95 % interval."""
+    """Additional time of a step with the agent, per cent, with its 95 % interval."""
     chance = random.Random(1)
     found: list[tuple[float, ...]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """How long a run of 2,000 attempts takes to fold from its folder.
 
-Run: ``python benchmarks/events.py``. Prints seconds for a reader without memory, with the snapshots that
-the first reader left and without them. Target: under 1 s with snapshots (the usual case).
+Run: ``python benchmarks/events.py``. Prints seconds for a reader without memory, with and without the
+snapshots that the first reader wrote. Target: under 1 s with snapshots (the usual case).
 """
 
 import argparse
@@ -21,7 +21,7 @@ OFFER = Offer("aws", "us-east-1", "g5.xlarge", "spot", 4, 16, gpu_name="A10G", g
 
 
 def events(attempts: int) -> list[Event]:
-    """A run that is taken over and loses its machine *attempts* times: four events each."""
+    """A run that changes its owner and loses its machine *attempts* times: four events each."""
     bodies = [("generation", {"generation": 1, "spec_hash": "0" * 64})]
     for number in range(1, attempts + 1):
         name = {"generation": 1, "attempt": number}

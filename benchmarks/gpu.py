@@ -2,13 +2,14 @@
 
 ``python benchmarks/gpu.py [--seconds S] [--pairs N] [--gib G] [--json FILE]``
 
-Needs a driver, nvidia-ml-py and a torch with CUDA; where one is missing it says so, and measures nothing.
+It needs a driver, nvidia-ml-py and a torch with CUDA. If one is missing, it reports that and measures
+nothing.
 
-- metrics: every GPU's, with its performance monitors where it has them, while a matrix product keeps one
-  busy: what is told, what is not, and what one round of questions costs.
-- overhead: the same training step on the GPU, alternately bare and under the agent; median of the ratios
-  of wall time per step with a 95 % interval by the bootstrap, as benchmarks/agent.py does it.
-- memory: more than the GPU has, and more than the machine has; the agent must tell one from the other.
+- metrics: of every GPU, with its performance monitors where it has them, while a matrix product keeps one
+  busy: which are reported, which are not, and the cost of one round of queries.
+- overhead: the same training step on the GPU, alternately bare and under the agent; median of the ratios of
+  wall time per step with a 95 % interval by the bootstrap, as in benchmarks/agent.py.
+- memory: more than the GPU has, and more than the machine has; the agent must distinguish the two.
 - checkpoint: seconds and GB/s of a state of G GiB from the GPU to a file and back, by ``torch.save``.
 """
 
@@ -73,7 +74,7 @@ TOO_MUCH = {
     ),
     "out-of-memory": "import torch\ntorch.zeros(1 << 50, dtype=torch.uint8)",
 }
-"""By what the agent must call the end."""
+"""The outcome that the agent must report."""
 SAVE = """
 import os, sys, time, torch
 path, size = sys.argv[1] + "/state.pt", int(float(sys.argv[2]) * (1 << 30))
@@ -91,7 +92,7 @@ print(saved - start, time.monotonic() - saved)
 
 
 def missing() -> str | None:
-    """What this machine lacks, None when nothing."""
+    """What this machine lacks; None when nothing is missing."""
     if load_nvml() is None:
         return "no GPU here: NVML does not start (no NVIDIA driver, or nvidia-ml-py is missing)"
     if importlib.util.find_spec("torch") is None:
@@ -107,7 +108,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def metrics(seconds: float) -> dict[str, Any]:
-    """What the GPUs tell while one is busy, and what asking costs."""
+    """The metrics of the GPUs while one is busy, and the cost of a query."""
     nvml = load_nvml()
     gpus = Gpus(nvml).find()
     labels = {device.label: str(nvml.nvmlDeviceGetName(device.handle)) for device in gpus.devices}
@@ -131,7 +132,7 @@ def metrics(seconds: float) -> dict[str, Any]:
 
 
 def overhead(pairs: int, steps: int) -> dict[str, float]:
-    """What a step takes more with the agent, per cent, with its 95 % interval."""
+    """Additional time of a step with the agent, per cent, with its 95 % interval."""
     chance = random.Random(1)
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +148,7 @@ def overhead(pairs: int, steps: int) -> dict[str, float]:
 
 
 def told_ends() -> dict[str, str]:
-    """How the agent calls the end of each way to want too much memory."""
+    """The outcome that the agent reports for each way to request too much memory."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (expected, code) in enumerate(TOO_MUCH.items()):
@@ -175,7 +176,7 @@ def checkpoint(gib: float) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure and print; fail when an end is called by the wrong name."""
+    """Measure and print; fail when the agent reports a wrong outcome."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=20.0, help="how long the GPU is kept busy")
     parser.add_argument("--pairs", type=int, default=10, help="A/B pairs of the training")

@@ -1,7 +1,7 @@
 """What importing the operators adds to the parsing of a DAG file, beside KubernetesPodOperator.
 
-Each measurement is a fresh interpreter; the time of ``airflow.sdk``, which every DAG file imports
-anyway, is not counted. Prints the best and the median of several runs, and fails above the limit.
+Each measurement is a fresh interpreter. The time of ``airflow.sdk``, which every DAG file imports anyway, is
+not counted. Prints the best and the median of several runs, and fails above the limit.
 
     python benchmarks/import_time.py [--runs 7] [--limit-ms 60]
 """
@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 LIMIT_MS = 60.0
-"""Most that ours may add, milliseconds. Chosen: 0.2 % of a core where a file is parsed every 30 s."""
+"""Milliseconds that this package may add. Chosen: 0.2 % of a core where a file is parsed every 30 s."""
 BASE = "from airflow.sdk import DAG, BaseOperator, BaseSensorOperator"
 CASES = {
     "envscaler_airflow: EnvStageOperator, ScalingSensor": (
@@ -41,7 +41,7 @@ HEAVY = (
     "envscaler_airflow.owner",
     "envscaler_airflow.backends",
 )
-"""Modules that a DAG file must not pull in."""
+"""Modules that a DAG file must not import."""
 PROBE = """
 import json, sys, time
 {base}
@@ -58,7 +58,7 @@ print(json.dumps({{"ms": spent * 1000, "new": sorted(set(sys.modules) - before)}
 
 
 def measure(case: str, runs: int) -> tuple[list[float], list[str]] | str:
-    """Milliseconds of each run and the modules that came with it; the reason when it cannot be imported."""
+    """Milliseconds of each run and the modules that it imported; the reason when the import fails."""
     times, modules = [], []
     for _ in range(runs):
         code = PROBE.format(base=BASE, case=case)
@@ -72,7 +72,7 @@ def measure(case: str, runs: int) -> tuple[list[float], list[str]] | str:
 
 
 def main() -> int:
-    """Print each case; 1 when ours is too slow or pulls in something heavy."""
+    """Print each case; return 1 when this package is too slow or imports something heavy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--limit-ms", type=float, default=LIMIT_MS)

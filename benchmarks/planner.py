@@ -2,8 +2,8 @@
 
     python benchmarks/planner.py [FOLDER]
 
-FOLDER holds offers-*.csv.gz, skypilot_scope.json and skypilot_examples.csv. Without it the packaged
-snapshot is planned on, and only speed is shown.
+FOLDER contains offers-*.csv.gz, skypilot_scope.json and skypilot_examples.csv. Without it, only the speed on
+the packaged snapshot is shown.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(folder: Path | None) -> None:
 
 
 def request_of(example: dict[str, str]) -> tuple[list[Requirements], bool, list[str]]:
-    """A request of SkyPilot as our spec has it: needs, whether they are ordered, clouds."""
+    """A request of SkyPilot in our spec's form: needs, whether they are ordered, clouds."""
     body = json.loads(example["request"])
     if "memory" in body:
         body["memory"] = str(body["memory"]).rstrip("+") + "Gi"
@@ -69,7 +69,7 @@ def request_of(example: dict[str, str]) -> tuple[list[Requirements], bool, list[
 
 
 def show_examples(examples: list[dict[str, str]], table: OfferTable, scope: Scope) -> None:
-    """Each answer beside SkyPilot's."""
+    """Print each answer beside SkyPilot's."""
     lower = equal = higher = 0
     for example in examples:
         needs, ordered, clouds = request_of(example)
@@ -119,7 +119,7 @@ def random_requests(number: int) -> list[list[Requirements]]:
 
 
 def show_speed(requests: list[list[Requirements]], table: OfferTable, scope: Scope) -> None:
-    """Warm time of one plan."""
+    """Print the warm time of one plan."""
     took, used = [], []
     how = Search(scope=scope)
     for needs in requests:
@@ -139,7 +139,7 @@ def show_speed(requests: list[list[Requirements]], table: OfferTable, scope: Sco
 
 
 def show_start(folder: Path | None) -> None:
-    """From the start of a process to its first plan, by the shell's own command."""
+    """Print the time from the start of a process to its first plan, by the CLI's own command."""
     with tempfile.TemporaryDirectory() as home:
         spec = Path(home) / "s.yaml"
         spec.write_text('{version: v1, name: x, resources: {accelerators: "A100:8"}, entrypoint: [python]}')
@@ -167,7 +167,7 @@ def children_cpu_s() -> float:
 
 
 def show_equal(requests: list[list[Requirements]], table: OfferTable, scope: Scope) -> None:
-    """Every answer against plain loops over every row."""
+    """Compare every answer with plain loops over every row."""
     path = Path(__file__).parents[1] / "tests" / "exhaustive.py"
     made = importlib.util.spec_from_file_location("exhaustive", path)
     assert made is not None

@@ -2,9 +2,9 @@
 
     PYTHON benchmarks/planner_skypilot.py FOLDER [NUMBER]
 
-PYTHON has ``skypilot==0.14.1`` installed, in an environment of its own; where it has not, this says so and
-ends. FOLDER is that of ``planner.py``; NUMBER of its requests are asked (by default every fifth), once after
-SkyPilot's caches were cleared and twice warm. Nothing of the network is used: all clouds count as enabled.
+PYTHON has ``skypilot==0.14.1`` installed, in its own environment; if it does not, this script reports that
+and ends. FOLDER is that of ``planner.py``. NUMBER of its requests are run (by default every fifth), once
+after SkyPilot's caches were cleared and twice warm. The network is not used: all clouds count as enabled.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write_names(home: Path, names: dict[str, float]) -> None:
 def write_catalog(
     folder: Path, home: Path, cloud: str, regions: set[str], gpu_names: dict[str, float]
 ) -> int:
-    """The rows of a cloud in SkyPilot's own form; how many. Adds to *gpu_names*."""
+    """Write the rows of a cloud in SkyPilot's own form and return their number. Adds to *gpu_names*."""
     path = home / CATALOGS / cloud / "vms.csv"
     path.parent.mkdir(parents=True)
     count, built_in = 0, set()
@@ -91,7 +91,8 @@ def write_catalog(
                 gpu_names.setdefault(row["accelerator_name"], gib)
             without = {}
             if cloud == "gcp" and row["instance_type"] and row["accelerator_name"]:
-                # There GPUs are rows of their own, also those that a type has: the type's row has the price.
+                # There GPUs also have their own rows, even if they belong to a type: the type's row has the
+                # price.
                 built_in.add(tuple(row[name] for name in PARTS))
                 without = dict.fromkeys(PARTS[:3], "")
             out.writerow(cells_of(row | without))
@@ -104,7 +105,7 @@ def write_catalog(
 
 
 def cells_of(row: dict[str, str]) -> list[Any]:
-    """A row of the tables as SkyPilot has it."""
+    """A row of the tables in SkyPilot's form."""
     gib = row["accelerator_memory_gib"]
     gpu = {"Gpus": [{"MemoryInfo": {"SizeInMiB": int(float(gib) * 1024)}}]} if gib else ""
     names = ("instance_type", "accelerator_name", "accelerator_count", "vcpus", "memory_gib")
@@ -135,7 +136,7 @@ def ask_all(examples: list[dict[str, str]]) -> None:
 
 
 def ask(example: dict[str, str], *, is_cold: bool) -> tuple[str | None, float, float]:
-    """SkyPilot's instance type, wall ms and CPU ms; None for an error of its own."""
+    """SkyPilot's instance type, wall ms and CPU ms; None if SkyPilot raises an error."""
     sky, check = importlib.import_module("sky"), importlib.import_module("sky.check")
     optimizer = importlib.import_module("sky.optimizer")
     registry = importlib.import_module("sky.utils.registry").CLOUD_REGISTRY

@@ -2,12 +2,13 @@
 
     python benchmarks/planning_on_time.py FOLDER
 
-FOLDER holds throughput_adaptdl_T4.csv, throughput_sia.csv, stat_efficiency.csv and models.json. Truth is
-the measured tables: the time of a choice is the sum over epochs of its progress over the best measured
-batch's gain / step time. The planner knows the packaged library of jobs (fitted to the T4 table) and
-datasheets; of the other types it sees nothing before a probe. A probe is 5 minutes on the best choice and 5
-on the best of another type, at every measured batch there, with 3 % noise. Value of an hour: 0.1, 1, 10 and
-100 times the $/h of the cheapest choice. Prices a GPU-hour: T4 0.978, V100 3.06, A100 2.7447 (AWS lists).
+FOLDER contains throughput_adaptdl_T4.csv, throughput_sia.csv, stat_efficiency.csv and models.json. The
+measured tables are the ground truth: the time of a choice is the sum over epochs of its progress over the
+best measured batch's gain / step time. The planner knows the packaged library of jobs (fitted to the T4
+table) and datasheets; before a probe it has no measurements of the other types. A probe is 5 minutes on the
+best choice and 5 on the best of another type, at every measured batch there, with 3 % noise. Value of an
+hour: 0.1, 1, 10 and 100 times the $/h of the cheapest choice. Prices per GPU-hour: T4 0.978, V100 3.06, A100
+2.7447 (AWS lists).
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ def true_hours(
 
 
 class Planner:
-    """The product's choice: speeds of a JobModel through the product's own objective."""
+    """The product's choice: speeds of a JobModel in the product's own objective."""
 
     def __init__(self, item: Job, work: float, restart_s: float) -> None:
-        """Know the job, how much of it there is, and what a start takes."""
+        """Store the job, its amount of work, and the seconds of a start."""
         self.item, self.work, self.restart_s = item, work, restart_s
         self.measured: dict[str, list[Timing]] = {}
 
@@ -106,7 +107,7 @@ class Planner:
     def _objective(self, model: JobModel, choice: Choice, hour_usd: float) -> float | None:
         gpu, nodes, gpus = choice
         name = NAMES.get(gpu, gpu)
-        # Uneven nodes are measured too: the model is asked for all GPUs as they are spread.
+        # Uneven nodes are measured too: the model computes all GPUs in the measured layout.
         kind = Kind("", gpu, 8.0 * gpus / nodes, 1e3, name, gpus / nodes, gpu_facts()[name].memory_gb)
         speed = model.at(name, together=gpus, nodes=nodes, vcpus=kind.vcpus * nodes)
         if speed is None:
@@ -161,7 +162,7 @@ def run(folder: Path, *, is_known: bool) -> None:
 
 
 def by_datasheet(item: Job) -> Job:
-    """The same job as if nobody had measured it: a step of the T4's datasheet and 25 Gbit/s."""
+    """The same job without any measurement: a step from the T4's datasheet and 25 Gbit/s."""
     t4 = gpu_facts()["T4"]
     sample_s = roofline_s(t4, flops=item.flops, moved_bytes=item.moved_bytes, precision=item.precision)
     gradients = item.footprint.params * 4
@@ -170,7 +171,7 @@ def by_datasheet(item: Job) -> Job:
 
 
 def pick(planner: Planner, choices: list[Choice], hour_usd: float) -> Choice:
-    """The choice of least objective."""
+    """The choice with the lowest objective."""
     found = planner.objectives(choices, hour_usd)
     return min(found, key=lambda at: (found[at], at))
 

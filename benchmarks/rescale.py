@@ -2,15 +2,15 @@
 
     make frameworks-venv && .venv/bin/python benchmarks/rescale.py [--repeats 3]
 
-Both run dags/examples/frameworks/train_elastic.py, save every 20 steps, go from one worker to two and back
-to one, and are timed in one run, in turn. The pause is the time from the last step before the change to the
-first step that had not been made before: what was lost since the last save is made again within it.
+Both run dags/examples/frameworks/train_elastic.py, save every 20 steps, go from one worker to two and back to
+one, and are timed in one run, in turn. The pause is the time from the last step before the change to the
+first new step after it. It includes repeating the steps since the last save.
 
-- ours: ``envscaler run``, and a move that a person insists on. Workers are nodes of the local backend.
-- torchrun: ``--nnodes=1:2``. A second agent joins, and later gets SIGTERM. Its workers resume from the
-  newest save. Defaults, so that a rendezvous waits 30 s for a node that may come; and the same with
-  ``last_call_timeout=1``. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, since without it torchrun 2.13 never gets
-  over the joining of a node: the first agent does not publish its address again.
+- ours: ``envscaler run``, and a forced move. Workers are nodes of the local backend.
+- torchrun: ``--nnodes=1:2``. A second agent joins, and later gets SIGTERM. Its workers resume from the newest
+  save. Measured with defaults, where a rendezvous waits 30 s for a node that may join, and with
+  ``last_call_timeout=1``. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set because without it torchrun 2.13 never
+  recovers from a joining node: the first agent does not publish its address again.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ if {is_alone}:
 sys.argv[0] = "train_elastic.py"
 runpy.run_path({scripts!r} + "/train_elastic.py", run_name="__main__")
 """
-"""The training with the time of each step written down; alone, it saves and resumes by itself."""
+"""The training with the time of each step recorded; without a stage it saves and resumes by itself."""
 
 
 class Trace:
-    """Steps of one training: when, which, by how many workers."""
+    """Steps of one training: the time, the number, and the number of workers."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is made yet."""
+        """Start without any step."""
         self._path = path
 
     def steps(self) -> list[tuple[float, int, int]]:
@@ -87,7 +87,7 @@ class Trace:
         return [(float(at), int(step), int(workers)) for at, step, workers in rows]
 
     def await_steps(self, count: int, workers: int) -> None:
-        """Wait until so many workers have made *count* steps in a row."""
+        """Wait until this many workers have made *count* steps in a row."""
         until = time.monotonic() + 180
         while time.monotonic() < until:
             last = self.steps()[-count:]
@@ -117,7 +117,7 @@ def script(folder: Path, *, is_alone: bool) -> Trace:
 
 
 def ours(folder: Path) -> list[float]:
-    """Pauses of a move to two nodes and of one back."""
+    """Pauses of a move to two nodes and of a move back."""
     trace = script(folder, is_alone=False)
     arguments = ["python", str(folder / "train.py"), "--output=/output/model", f"--epochs={EPOCHS}"]
     run = Owned(

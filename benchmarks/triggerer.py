@@ -2,19 +2,19 @@
 
     python benchmarks/triggerer.py [--stages 1000] [--seconds 60]
 
-A fake API server in a process of its own (real HTTP) holds a Job and its pod for each stage; nine in ten
-of them run, the others wait for a node. Each stage has a backend of its own, as a trigger has, and looks
-every 5 s from a thread; all share the one view of the namespace. In the middle every watch is cut and
-every resource version is forgotten (410), so that all is listed anew. A coroutine that sleeps 1 ms
-measures how much later it wakes.
+A fake API server in its own process (real HTTP) serves a Job and its pod for each stage. Nine in ten of them
+run, and the others wait for a node. Each stage has its own backend, as a trigger has, and checks every 5 s
+from a thread; all share one view of the namespace. Halfway, the server cuts every watch and forgets every
+resource version (410), so that everything is listed again. A coroutine that sleeps 1 ms measures how late it
+wakes up.
 
-What delays a loop is told apart: the CPU that its own thread took meanwhile, which is what the loop itself
-did; searches for garbage, during which every thread of the process waits; and a process of its own that only
-sleeps beside it, which shows what the machine does. The rest is waiting for the interpreter's lock.
+The causes of a delay are measured separately. The CPU time of the loop's own thread shows what the loop
+itself did. Garbage collections stop every thread of the process. A separate process that only sleeps shows
+the delays of the machine. The rest is waiting for the interpreter's lock.
 
-Reported: longest and 99.9th percentile of the delay, with what the same loop shows when it only sleeps, and
-of those three; calls that reached the server. To hold: one list and one watch of each kind, and no delay
-over 50 ms.
+Reported: the longest delay and its 99.9th percentile, the same for a loop that only sleeps, the three causes,
+and the calls that reached the server. Requirement: one list and one watch of each kind, and no delay over 50
+ms.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 EVERY_S = 5.0
 MOST_MS = 50.0
 WAITING = 10
-"""One stage in so many waits for its node, the others run."""
+"""One in this many stages waits for its node; the others run."""
 OFFER = Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0)
 
 
 def pod_of(job: dict[str, Any]) -> dict[str, Any]:
-    """The pod that the Job controller would make, held by a gate: the server has no more to do with it."""
+    """The pod that the Job controller would create, with a scheduling gate so that the server ignores it."""
     metadata, template = job["metadata"], job["spec"]["template"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
     labels = {**template["metadata"]["labels"], names.INDEX: "0", names.JOB_NAME: metadata["name"]}
@@ -59,14 +59,14 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
         "metadata": {
             "name": f"{metadata['name']}-0-abcde",
             "labels": labels,
-            "ownerReferences": [owner],  # not its controller, which would end it while the Job is suspended
+            "ownerReferences": [owner],  # without `controller`, which would end it while the Job is suspended
         },
         "spec": {**template["spec"], "schedulingGates": [{"name": "benchmark"}]},
     }
 
 
 def run_pod(cluster: Any, name: str) -> None:
-    """Say that it runs, as a kubelet would."""
+    """Report that it runs, as a kubelet would."""
     from fakes.kubernetes import PODS  # noqa: PLC0415 - only the server's process has it
 
     main = {"name": "main", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
@@ -75,7 +75,7 @@ def run_pod(cluster: Any, name: str) -> None:
 
 
 def serve(stages: int, config: str, pipe: Connection) -> None:
-    """The cluster, in its own process: say the handles, forget and count when asked."""
+    """Run the cluster in its own process: return the handles, forget and count on request."""
     from fakes.kubernetes import CONFIG_MAPS, JOBS, PODS, Cluster  # noqa: PLC0415 - only this process has it
 
     with Cluster(nodes=1, speed=1) as cluster:
@@ -103,14 +103,14 @@ def serve(stages: int, config: str, pipe: Connection) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Milliseconds that each sleep of 1 ms took too long, and that the loop's own thread ran meanwhile."""
+    """Excess milliseconds of each sleep of 1 ms, and the milliseconds that the loop's own thread used."""
 
     late: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
 
 
 async def measure(seconds: float, delays: Delays) -> None:
-    """Sleep for 1 ms again and again."""
+    """Sleep for 1 ms repeatedly."""
     until = time.monotonic() + seconds
     while (before := time.monotonic()) < until:
         ran = time.thread_time()
@@ -120,7 +120,7 @@ async def measure(seconds: float, delays: Delays) -> None:
 
 
 def sleep_beside(seconds: float, pipe: Connection) -> None:
-    """A loop in a process of its own that does nothing else: what the machine alone delays."""
+    """A loop in its own process that does nothing else: it measures the delays of the machine."""
     delays = Delays()
     asyncio.run(measure(seconds, delays))
     pipe.send(delays.late)
@@ -128,7 +128,7 @@ def sleep_beside(seconds: float, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def searches() -> Iterator[list[float]]:
-    """Milliseconds that each search for garbage took; in CPython every thread waits for it."""
+    """Milliseconds of each garbage collection; in CPython every thread waits for it."""
     found: list[float] = []
     began = 0.0
 
@@ -147,7 +147,7 @@ def searches() -> Iterator[list[float]]:
 
 
 async def look(backend: KubernetesBackend, handle: Handle, seconds: float, start_s: float) -> int:
-    """One trigger: a look every 5 s, from a thread; how often it saw its stage."""
+    """One trigger: a check every 5 s, from a thread; counts how often it saw its stage."""
     until, seen = time.monotonic() + seconds, 0
     await asyncio.sleep(start_s)
     while time.monotonic() < until:
@@ -158,11 +158,11 @@ async def look(backend: KubernetesBackend, handle: Handle, seconds: float, start
 
 
 async def run(handles: list[Handle], config: str, seconds: float, pipe: Connection) -> None:
-    """Everything; prints what came of it."""
+    """Run everything and print the result."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
     backends = [KubernetesBackend(kubeconfig=config, image="train:1", watches=True) for _ in handles]
     await asyncio.to_thread(lambda: [backend.cluster for backend in backends])  # as the hook gives them
-    gc.collect()  # what was imported is old by the time that a triggerer has run for a while
+    gc.collect()  # imports are in the oldest generation once a triggerer has run for a while
     idle, delays = Delays(), Delays()
     await measure(5.0, idle)
     looks = [

@@ -2,11 +2,12 @@
 
     python benchmarks/policies/bounds.py --data DIR [--jobs 200]
 
-1. On availability drawn from the fitted model itself the table is exact: a policy that is told the regime
-   of each tick is the best that does not see the future. What it costs over the optimum, which does, is
-   what no policy can win back; what ours costs over it is the price of believing instead of knowing.
-2. On the zones of 2023 and 2025 a policy that is told how long each zone will stay up chooses the zone
-   best; what is left of the distance to the optimum is in when to wait and when to buy.
+1. On availability drawn from the fitted model itself, the table is exact: a policy that knows the regime of
+   each tick is the best one without knowledge of the future. No policy can recover the difference between its
+   cost and the optimum, which knows the future. The difference between our policy and this one is the cost of
+   having only a belief about the regime.
+2. On the zones of 2023 and 2025, a policy that knows how long each zone will stay up chooses the best zone.
+   The remaining distance to the optimum comes from the choice of when to wait and when to buy.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_wind
 
 CELL = SpotCell(48.0, 52.0, 0.2, 3.06, 0.9731)
 PAST = 1000
-"""Ticks of the past that policies see (chosen: a week)."""
+"""Past ticks that policies see (chosen: a week)."""
 
 
 def draw(hazard: Hazard, ticks: int, random: Random) -> tuple[list[int], list[int]]:
-    """Availability and regime of so many ticks of ten minutes."""
+    """Availability and regime of a number of ticks of ten minutes."""
     regime, is_up, age_h = random.choices(range(len(hazard.regimes)), hazard.regimes)[0], True, 1 / 6
     row, regimes = [], []
     for _ in range(ticks):
@@ -51,14 +52,14 @@ class Told(DeadlinePolicy):
     regimes: Sequence[int] = ()
 
     def costs(self, view: SpotView) -> dict[str | None, tuple[float, int]]:
-        """By the regime that holds."""
+        """Costs under the true regime."""
         for risk in self._risks.values():
             risk.belief = [float(at == self.regimes[view.tick]) for at in range(len(risk.belief))]
         return super().costs(view)
 
 
 class Foreseeing(DeadlinePolicy):
-    """Knows how long each zone will stay up, and chooses the zone by that alone."""
+    """Knows how long each zone will stay up, and uses only that to choose the zone."""
 
     zones: Mapping[str, Sequence[int]] = {}
 
@@ -70,7 +71,7 @@ class Foreseeing(DeadlinePolicy):
 
 
 def print_drawn(jobs: int) -> None:
-    """Means on drawn availability."""
+    """Print the means on drawn availability."""
     random, job, hazard = Random(1), CELL.job(600.0), Hazard()
     ours, told, sums = DeadlinePolicy(hazard), Told(hazard), [0.0] * 4
     for _ in range(jobs):
@@ -88,7 +89,7 @@ def print_drawn(jobs: int) -> None:
 
 
 def print_zones(data: Path) -> None:
-    """Ratios with the zone chosen by foresight."""
+    """Print the ratios with the zone chosen by foresight."""
     for name, groups in GROUPS.items():
         traces = read_traces(data / name)
         windows = of_dataset(read_windows(data / "windows.csv"), data / name)

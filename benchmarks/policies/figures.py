@@ -64,7 +64,7 @@ GROUPS_UNSEEN = {
         "asia-southeast1-b,europe-west3-c,us-central1-b,us-east5-a",
     ),
 }
-"""Zones of odd columns; no choice has seen the second half of their time, nor have the constants there."""
+"""Zones of odd columns; no choice and none of these constants used the second half of their time."""
 
 
 def cell(
@@ -72,8 +72,8 @@ def cell(
 ) -> dict[str, float]:
     """Means of one file at one deadline and overhead: ours, Uniform Progress and the optimum.
 
-    Ours by constants that have not seen the jobs (``ours``) and by those that are shipped (``shipped``),
-    which are the same for the traces of 2022.
+    Ours is shown with constants that have not seen the jobs (``ours``) and with the packaged ones
+    (``shipped``), which are the same for the traces of 2022.
     """
     traces = read_traces(data / name)
     windows = of_dataset(read_windows(data / "windows.csv"), data / name)
@@ -103,7 +103,7 @@ def cell(
 
 
 def part_of(traces: Traces, window: Window, case: SpotCell, *, is_one: bool) -> str:
-    """Half of the time that the middle of the job lies in, and kind of column, of one zone."""
+    """The half of the time that contains the middle of the job, and the kind of column, of one zone."""
     ticks = len(traces.zones[window.zone])
     middle = window.start_tick - traces.first + case.deadline_h * 1800 / window.gap_s
     half = "late" if middle >= ticks / 2 else "early"
@@ -112,7 +112,7 @@ def part_of(traces: Traces, window: Window, case: SpotCell, *, is_one: bool) -> 
 
 
 def held_out(traces: Traces, windows: Sequence[Window]) -> list[Window]:
-    """A start every six hours in the second half of odd columns, in the place of those of the file."""
+    """A start every six hours in the second half of odd columns, instead of the starts in the file."""
     odd = list(traces.zones)[1::2]
     ticks = len(traces.zones[odd[0]])
     first = windows[0]
@@ -123,7 +123,7 @@ def held_out(traces: Traces, windows: Sequence[Window]) -> list[Window]:
 
 
 def print_held_out(data: Path, pool: ProcessPoolExecutor) -> None:
-    """What neither constants nor choices have seen of 2023 and 2025: later, and in other zones."""
+    """Print the results on unseen parts of 2023 and 2025: a later time, and other zones."""
     print("\nspot, held out by time and by zone, 52 h and 0.2 h: ratios to Uniform Progress (with failover)")
     asked = [(name, zones) for name, groups in GROUPS_UNSEEN.items() for zones in ("", *groups)]
     jobs = [pool.submit(cell, data, name, (52.0, 0.2), zones, is_held_out=True) for name, zones in asked]
@@ -138,7 +138,7 @@ def print_held_out(data: Path, pool: ProcessPoolExecutor) -> None:
 
 
 def print_spot(data: Path, pool: ProcessPoolExecutor) -> None:
-    """Twelve cells of 2022, and the cell of 52 h and 0.2 h of the others."""
+    """Print twelve cells of 2022, and the cell of 52 h and 0.2 h of the other sets."""
     print("\nspot, one zone: mean $ of all starts; ratios to Uniform Progress of the same run")
     print("(shipped: by the constants that are shipped, which have seen the traces of 2023 and 2025)")
     columns = ("set", "deadline", "overhead", "jobs", "UP $", "ours", "shipped", "optimum", "late")
@@ -162,7 +162,7 @@ def print_cell(name: str, at: tuple[float, float], row: Mapping[str, float]) -> 
 
 
 def print_zones(data: Path, pool: ProcessPoolExecutor) -> None:
-    """Three and four zones at 52 h and 0.2 h."""
+    """Print three and four zones at 52 h and 0.2 h."""
     print("\nspot, three or four zones, 52 h and 0.2 h: ratios to Uniform Progress with failover")
     asked = [(name, (52.0, 0.2), zones) for name, groups in GROUPS.items() for zones in groups]
     found = list(pool.map(cell, [data] * len(asked), *zip(*asked, strict=True)))
@@ -187,7 +187,7 @@ def elastic_row(folder: Path, track: tuple[bool, bool], name: str, seeds: int) -
 
 
 def print_elastic(folder: Path, seeds: int, pool: ProcessPoolExecutor) -> None:
-    """Every policy on every track, with the best fixed choice in hindsight."""
+    """Print every policy on every track, with the best fixed choice in hindsight."""
     print("\nelastic: regret over the exact optimum")
     tracks = [(is_type, is_long) for is_long in (True, False) for is_type in (False, True)]
     names = ["cost-to-finish", "pollux", "hpa", "or-et-al"]
@@ -210,7 +210,7 @@ def print_elastic(folder: Path, seeds: int, pool: ProcessPoolExecutor) -> None:
 
 
 def print_decision() -> None:
-    """How long one decision takes that has to look into the table."""
+    """Print how long one decision takes that reads the table."""
     job = SpotCell(48.0, 52.0, 0.2, 3.06, 0.9731).job(600.0)
     policy = DeadlinePolicy()
     policy.begin(job, {"z": [1, 0, 0] * 300})
@@ -236,7 +236,7 @@ def percentile(act: Callable[[int], object], times: int = 280) -> tuple[float, f
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print everything that was asked for."""
+    """Print everything that was requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

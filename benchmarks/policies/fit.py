@@ -2,18 +2,18 @@
 
     python benchmarks/policies/fit.py --data DIR
 
-Expectation maximisation of a hidden regime that multiplies the rates of loss and return by
-age; a regime is left at a constant rate for one drawn from a fixed distribution.
+Expectation maximization of a hidden regime that multiplies the rates of loss and return by age. At a constant
+rate, a new regime is drawn from a fixed distribution.
 
-What is shipped (``fitted.py``) is fitted on both sets as a whole; nothing of the traces of 2022 is
-read. Figures on 2023 and 2025 themselves (``figures.py``) go by ``held_out.json``, whose constants have
-not seen what they are measured on. Both sets are halved by time and by zone (every other column): a
-quarter goes by constants of the opposite one, of other zones at another time; several zones together,
-of both kinds of columns, by constants of the other half of the time.
+The packaged constants (``fitted.py``) are fitted on both complete sets; the traces of 2022 are not read.
+Figures on 2023 and 2025 themselves (``figures.py``) use ``held_out.json``, whose constants are never fitted
+on the data that they are measured on. Both sets are halved by time and by zone (every other column). A
+quarter uses the constants of the opposite quarter, which has other zones at another time. Several zones
+together, from both kinds of columns, use the constants of the other half of the time.
 
-``tune.py`` chooses on the first half of the odd and the second of the even columns, by constants of
-the first half of the even ones; the second half of the odd columns no choice has seen. How likely
-each quarter is under these constants is printed.
+``tune.py`` chooses on the first half of the odd and the second half of the even columns, with the constants
+of the first half of the even ones. No choice uses the second half of the odd columns. The script prints the
+likelihood of each quarter under these constants.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from envscaler_airflow.scaling.deadline.ages import BINS, age_bin
 from envscaler_airflow.simulate.traces import read_traces
 
 FILES = (("awsV100_2023_195s.csv", 195.0, 3), ("gcpH100_2025_600s_count16.csv", 600.0, 1))
-"""File, seconds of a tick, and how many ticks are taken as one: both sets at about ten minutes."""
+"""File, seconds of a tick, and how many ticks are combined: both sets at about ten minutes."""
 FACTORS = (0.25, 0.6, 1.4, 3.3)
 """Grid of factors of the regimes (chosen)."""
 LEAST = 0.015
@@ -44,7 +44,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Part = tuple[int, int]
 """Zones of even (0) or odd (1) columns, and the first (0) or second (1) half of their ticks."""
 FITTED, TUNED, HELD_OUT = ((0, 0),), ((0, 1), (1, 0)), ((1, 1),)
-"""Fitted on for the choices, chosen on, and seen by neither."""
+"""Quarters used to fit for the choices, used to choose, and used for neither."""
 WHOLE = (*FITTED, *TUNED, *HELD_OUT)
 MEASURED_ON: dict[str, tuple[Part, ...]] = {
     "even-early": ((1, 1),),
@@ -54,7 +54,7 @@ MEASURED_ON: dict[str, tuple[Part, ...]] = {
     "early": ((0, 1), (1, 1)),
     "late": ((0, 0), (1, 0)),
 }
-"""What constants are measured on, and the parts that they are fitted on instead."""
+"""What constants are measured on, and the quarters that they are fitted on instead."""
 FIELDS = {
     "up": "UP_PER_HOUR",
     "down": "DOWN_PER_HOUR",
@@ -69,7 +69,7 @@ HELD_OUT_FILE = Path(__file__).with_name("held_out.json")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One zone: of each tick the side (0 up, 1 down), bin of age, and whether it ended."""
+    """One zone: the side (0 up, 1 down) and age bin of each tick, and whether the state ended."""
 
     gap_h: float
     side: Array
@@ -110,7 +110,7 @@ def series(gap_h: float, row: Sequence[int]) -> Series:
 
 
 def first_rates(rows: Sequence[Series]) -> Array:
-    """Ends an hour by side and bin, one regime."""
+    """Ends per hour by side and bin, for one regime."""
     rates = np.zeros((2, BINS))
     for side in (0, 1):
         ends = np.zeros(BINS)
@@ -126,12 +126,12 @@ def first_rates(rows: Sequence[Series]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """What the ticks of several zones let us believe; ticks after a zone's last one count for nothing.
+    """Posterior from the ticks of several zones; ticks after the end of a zone do not count.
 
     Attributes:
         belief: Probability of each regime, by zone and tick.
         draws: Expected number of draws of each regime.
-        jumps: Expected number of ticks with a draw, the first ticks left out.
+        jumps: Expected number of ticks with a draw, without the first ticks.
         log_likelihood: Of all ticks.
     """
 
@@ -144,7 +144,7 @@ class Posterior:
 def posterior(
     rows: Sequence[Series], rates: Array, factors: Array, drawn: Array, per_hour: float
 ) -> Posterior:
-    """Forward and backward over all zones at once."""
+    """Forward-backward algorithm over all zones at once."""
     ticks = max(len(row.side) for row in rows)
     likely = np.ones((ticks, len(rows), len(drawn)))
     fresh = np.zeros((ticks, len(rows), 1))
@@ -213,7 +213,7 @@ def likelihood(rows: Sequence[Series], constants: dict[str, Any]) -> float:
 
 
 def text(constants: dict[str, Any]) -> str:
-    """The file, as it is committed."""
+    """The file as it is committed."""
     head = '"""Fitted on public traces. Made by ``benchmarks/policies/fit.py``; do not edit."""\n\n'
     return head + "".join(f"{name} = {value}\n" for name, value in constants.items())
 
@@ -224,7 +224,7 @@ def held_out(data: Path) -> dict[str, dict[str, Any]]:
 
 
 def unseen(name: str) -> Hazard:
-    """The model that has not seen part *name* of :data:`MEASURED_ON`; the shipped one for an empty name."""
+    """The model that has not seen part *name* of :data:`MEASURED_ON`; the packaged one for an empty name."""
     if not name:
         return Hazard()
     found = json.loads(HELD_OUT_FILE.read_text())[name]

@@ -2,8 +2,8 @@
 
     python benchmarks/policies/prices.py --data DIR
 
-Poisson regression of losses on ``log(price / median of the last day)``, with each zone's own
-mean rate as its base, on the price changes of 2023.
+Poisson regression of losses on ``log(price / median of the last day)`` on the price changes of 2023. The base
+rate is each zone's own mean rate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DAY = int(86_400 / GAP_S)
 
 
 def rises(data: Path) -> list[tuple[float, float, bool]]:
-    """``(rise, base rate, lost)`` of every tick with spot, a day after the first."""
+    """``(rise, base rate, lost)`` of every tick with spot, beginning a day after the first."""
     traces = read_traces(data / "awsV100_2023_195s.csv")
     found = []
     for zone, changes in read_price_changes(data / "awsV100_2023_spot_price_changes.csv").items():

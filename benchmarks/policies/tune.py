@@ -2,10 +2,10 @@
 
     python benchmarks/policies/tune.py --data DIR --faster 1.0 1.3 --together 0.5 0.7 0.9
 
-``FASTER``: how much faster than fitted the tables take losses and returns, over twelve cells.
-``TOGETHER``: how far zones come up together, over three zones at 52 h and 0.2 h. Jobs start every
-twelve hours in the quarters that were not fitted on and are not held out (``fit.TUNED``), and end
-inside them. The traces of 2022 are not read.
+``FASTER``: factor on the fitted rates of losses and returns in the tables, over twelve cells. ``TOGETHER``:
+how strongly the availability of zones is correlated, over three zones at 52 h and 0.2 h. Jobs start every
+twelve hours in the quarters that were neither used for the fit nor held out (``fit.TUNED``), and end inside
+them. The traces of 2022 are not read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVERY_H = 12
 
 
 def zones_of(data: Path, at: int, zones: int) -> list[tuple[Mapping[str, Sequence[int]], int, int]]:
-    """Groups of *zones* columns in a row of each quarter, with the first tick and the end of their jobs."""
+    """Groups of *zones* adjacent columns of each quarter, with the first tick and the end of their jobs."""
     name, _, every = FILES[at]
     rows = list(read_traces(data / name).zones.items())
     found = []

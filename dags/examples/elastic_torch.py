@@ -1,8 +1,8 @@
 """Data-parallel training that goes from one worker to two and back while it runs.
 
-The stage's entrypoint runs below ``torchrun``. Each worker is a node of the stage; with another
-number of them the global batch stays what it is, since one worker accumulates the gradients of what two
-would use. The sensor asks for more workers or fewer when that finishes the work for less cost plus time.
+The stage's entrypoint runs below ``torchrun``. Each worker is a node of the stage. The global batch is the
+same for any number of workers, since a single worker accumulates the gradients that two would compute. The
+sensor requests more or fewer workers when that finishes the work at a lower cost plus time.
 """
 
 from airflow.sdk import DAG

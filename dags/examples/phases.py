@@ -1,8 +1,8 @@
 """A stage that has four nodes while it loads, eight while it trains and two while it evaluates.
 
-The training announces its phases. Once an earlier run has shown how long each takes, the eight nodes are
-asked for before training begins, and an evaluation too short to pay for a move is passed over. Wants a
-place with eight nodes, such as a cluster: ``compute="kubernetes"``.
+The training announces its phases. Once an earlier run has recorded how long each takes, the sensor requests
+the eight nodes before training begins. It skips an evaluation that is too short to pay for a move. The stage
+needs a place with eight nodes, such as a cluster: ``compute="kubernetes"``.
 """
 
 from airflow.sdk import DAG

@@ -1,8 +1,8 @@
-"""Clear up after stages whose owner is gone for good, every hour.
+"""Clean up every hour after stages whose owner no longer exists.
 
-What ends by itself needs no reaper. This removes what is left on the cluster when neither the kill of a task
-nor the lease of its stage worked; it asks Airflow for the state of the tasks. Unpause it once the connection
-is that of your cluster.
+Stages normally end without a reaper. This DAG removes what remains on the cluster when neither the kill of a
+task nor the lease of its stage worked. It reads the state of the tasks from Airflow. Unpause it once the
+connection points to your cluster.
 """
 
 from airflow.sdk import DAG

@@ -1,8 +1,8 @@
 """Retrain a text classifier on what is installed here: prepare, train, score.
 
-Each stage runs from its own spec in ``envs/`` and hands over by outputs and
-inputs. The training begins on the smallest offer; the sensor has it moved
-when another one finishes the work for less cost plus time.
+Each stage runs from its own spec in ``envs/``, and stages pass data by outputs and inputs. The training
+starts on the smallest offer. The sensor moves it when another offer finishes the work at a lower cost plus
+time.
 """
 
 from airflow.sdk import DAG, Param

@@ -1,19 +1,19 @@
-"""Amounts of money, time and data as text, as small as they are."""
+"""Amounts of money, time and data as text, with small amounts kept readable."""
 
 from __future__ import annotations
 
 from math import floor, isclose, isfinite, log10
 
 _DIGITS = 3
-"""Significant digits of an amount below ten cents. Chosen: one percent shows."""
+"""Significant digits of an amount below ten cents. Chosen: a difference of one percent is visible."""
 SAME = "the same"
-"""How two amounts compare whose difference is nothing."""
+"""Text for two amounts that do not differ."""
 _BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
 
 
 def usd_text(usd: float) -> str:
-    """``$1,204.50``, ``$0.48``, ``$0.0312``, ``$0.000123``: an amount above nothing never reads ``$0.00``."""
+    """``$1,204.50``, ``$0.48``, ``$0.0312``, ``$0.000123``: an amount above zero never reads ``$0.00``."""
     size = abs(usd)
     if not isfinite(size):
         return f"${usd}"
@@ -48,7 +48,7 @@ def bytes_text(size: int) -> str:
 
 
 def usd_less(saved: float, *, of: float) -> str:
-    """``$0.48 less``, ``$0.0008 more`` for -0.0008; ``the same`` where only last digits of *of* differ."""
+    """``$0.48 less``, ``$0.0008 more`` for -0.0008; ``the same`` for a mere rounding difference at *of*."""
     if isclose(of, of - saved, rel_tol=1e-9):
         return SAME
     return f"{usd_text(abs(saved))} {'less' if saved > 0 else 'more'}"

@@ -1,4 +1,4 @@
-"""Where a stage's data lie: which places that leaves, what it costs to bring them elsewhere, and disks."""
+"""Where the data of a stage are: which places can use them, the cost of copying them elsewhere, and disks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from envscaler_airflow.envspec import EnvSpec
 
 MONTH_H = 730.0
-"""Hours of a month, as clouds count them."""
+"""Hours per month, as clouds bill them."""
 
 GIB_PER_S = 0.25
 """Speed of a copy from another region or cloud. Chosen: a few parallel streams; runs measure it."""
@@ -21,14 +21,14 @@ GIB_PER_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DataPlace(Record):
-    """Data of a stage.
+    """Location of a stage's data.
 
     Attributes:
-        name: Of the volume.
-        cloud, region: Where they lie.
-        gib: How much is read once; None: unknown, and then the copy counts as nothing, which the plan says.
-        zone: Of a claim that is bound to it.
-        is_bound: They can be used in this region (and zone) alone.
+        name: Name of the volume.
+        cloud, region: Where the data are.
+        gib: Size that is read once; None: unknown. The copy then counts as free, and the plan notes it.
+        zone: Zone of a PersistentVolumeClaim that is bound to it.
+        is_bound: The data can be used only in this region (and zone).
     """
 
     name: str
@@ -39,7 +39,7 @@ class DataPlace(Record):
     is_bound: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse NaN."""
+        """Reject NaN."""
         check_finite(gib=self.gib)
 
     @property
@@ -48,14 +48,14 @@ class DataPlace(Record):
         return "/".join(part for part in (self.cloud, self.region, self.zone) if part)
 
     def allows(self, cloud: str, region: str, zone: str) -> bool:
-        """True when a stage can use them there; machines that do not say where they are may be there."""
+        """True when a stage can use the data there; machines of unknown location pass."""
         if not self.is_bound:
             return True
         is_there = self._is_at(cloud, region) if self.region and region else self._is_in(cloud)
         return is_there and (self.zone in (None, zone) or not zone)
 
     def usd_to(self, cloud: str, region: str, tariffs: Tariffs) -> float | None:
-        """Price of the copy; None when size or the cloud's is not known, or the cloud of a cluster is not."""
+        """Price of the copy; None when the size, the cloud's tariff or the cloud of a cluster is unknown."""
         if self.is_bound or self._is_at(cloud, region) or self.gib == 0:
             return 0.0
         if cloud == "kubernetes" or self.gib is None:
@@ -65,7 +65,7 @@ class DataPlace(Record):
         return None if each is None else each * self.gib
 
     def seconds_to(self, cloud: str, region: str) -> float:
-        """Seconds of the copy beyond what one within the region takes."""
+        """Extra seconds for the copy compared with a copy within the region."""
         is_here = self.is_bound or self._is_at(cloud, region)
         return 0.0 if is_here else (self.gib or 0.0) / GIB_PER_S
 
@@ -73,14 +73,14 @@ class DataPlace(Record):
         return region == self.region and self._is_in(cloud)
 
     def _is_in(self, cloud: str) -> bool:
-        """A cluster is in the cloud that has a region of that name; a claim is in whichever has its zone."""
+        """True for the data's cloud, and for a cluster, whose region or zone decides."""
         return not self.cloud or cloud in (self.cloud, "kubernetes")
 
 
 def data_places(spec: EnvSpec, clouds: Mapping[str, str]) -> tuple[DataPlace, ...]:
-    """Where the volumes of *spec* lie, as far as it says; *clouds* are those of URL schemes.
+    """Where the volumes of *spec* are, as far as it states that; *clouds* maps URL schemes to clouds.
 
-    What is copied in may come from anywhere, at a price; a claim, an export or a folder is used where it is.
+    Copied volumes may come from anywhere, at a price. A claim, an export or a folder is used in place.
     """
     found = []
     for volume in spec.volumes:

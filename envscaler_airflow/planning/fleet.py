@@ -1,4 +1,4 @@
-"""Mixed fleets: a core that stays, on demand, and the rest on spot of the same type."""
+"""Mixed fleets: an on-demand core, and the remaining nodes on spot of the same instance type."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 
 
 def mixed_allocations(allocations: Iterable[Allocation], *, min_nodes: int) -> Iterator[Allocation]:
-    """*allocations* that are on demand, with the nodes above *min_nodes* on the cheapest spot of the type.
+    """On-demand *allocations* with their nodes above *min_nodes* moved to the cheapest spot of the type.
 
-    Rank 0 and the least number of nodes stay on demand, so that the loss of any spot node leaves a
-    stage that can go on. An on-demand one of no more nodes than that, or without spot of the same
-    instance type in the same region at a known price, gives none.
+    Rank 0 and the first *min_nodes* nodes stay on demand, so that the stage can continue after losing any
+    spot node. An on-demand allocation is skipped if it has no more nodes than that, or if its instance
+    type has no spot offer at a known price in the same region.
     """
     known = tuple(allocations)
     spot = _cheapest_spot(item.offer for item in known)
@@ -23,12 +23,12 @@ def mixed_allocations(allocations: Iterable[Allocation], *, min_nodes: int) -> I
 
 
 def losses_per_hour(allocation: Allocation, rates: Mapping[str, float]) -> float:
-    """Losses an hour of any node of *allocation*; *rates* are of one node, by offer name, absent is none."""
+    """Losses per hour of any node of *allocation*; *rates* are per node, by offer name; 0 if missing."""
     return sum(rates.get(part.offer.name, 0.0) * part.nodes for part in allocation.parts)
 
 
 def has_spot(allocation: Allocation) -> bool:
-    """True when any node of it may be taken away."""
+    """True when any of its nodes can be interrupted."""
     return any(part.offer.capacity_type == "spot" for part in allocation.parts)
 
 

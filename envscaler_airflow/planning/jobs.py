@@ -1,4 +1,4 @@
-"""What a training or inference job is made of, and from that how fast it runs on a kind of machine."""
+"""Properties of a training or inference job, from which its speed on a kind of machine is predicted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from envscaler_airflow.planning.table import Kind
 from envscaler_airflow.planning.throughput import Gpu, Step, Timing, fit_step, moved
 
 USABLE = GPU_MEMORY_USABLE
-"""Part of the nominal memory of a GPU that a job can have."""
+"""Fraction of a GPU's nominal memory that a job can use."""
 
 HOST_GIB_EACH = 4.0
-"""Memory of the host for each GPU's process. Chosen: Python, CUDA libraries and a few batches take 3 to 4."""
+"""Host memory per GPU process. Chosen: Python, CUDA libraries and a few batches take 3 to 4."""
 
 GB = 1e9
 _FITTED_STDEV = 0.15
@@ -25,19 +25,19 @@ _FITTED_STDEV = 0.15
 fits to the published T4 profiles is 0.2."""
 
 _MOVED_STDEV = 0.6
-"""Relative stdev of a step told from another GPU by datasheets. Measured: the median error from T4 to V100
-and A100 is 0.3 to 0.9 on four published models."""
+"""Relative stdev of a step that datasheets predict from another GPU. Measured: the median error from T4 to
+V100 and A100 is 0.3 to 0.9 on four published models."""
 
 _COUNT_STDEV = 0.15
-"""Relative stdev for each doubling of GPUs away from what was measured. Measured: predictions beyond the
-counts measured are off by 11 to 51 % (published elastic profiles)."""
+"""Relative stdev added by each doubling of GPUs away from a measured count. Measured: predictions beyond the
+measured counts are off by 11 to 51 % (published elastic profiles)."""
 
 _SHARED_BIAS = 0.5
-"""Part of what the datasheets were wrong by on one GPU that is taken to be wrong on the others. Chosen."""
+"""Fraction of the datasheets' error on one GPU that is also applied to the other GPUs. Chosen."""
 
 _NETWORK_GAIN = 4.0
-"""Hosts with direct links between GPUs also have that much faster networks. Chosen: 100 Gbit/s and more
-against 25 to 50."""
+"""Speed-up of the network between hosts with direct GPU links. Chosen: such hosts have 100 Gbit/s and more,
+others 25 to 50."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class Footprint(Record):
 
     Attributes:
         params: Parameters of the model.
-        bytes_each: Bytes for each of them: weights, gradients and optimiser state.
+        bytes_each: Bytes per parameter: weights, gradients and optimizer state.
         sample_bytes: Activations of one sample, or of one token.
-        fixed_bytes: Besides, such as the adapters of a LoRA.
-        is_sharded: Parameters are split over all GPUs (FSDP, ZeRO 3).
+        fixed_bytes: Additional bytes, such as the adapters of a LoRA.
+        is_sharded: Parameters are sharded over all GPUs (FSDP, ZeRO 3).
     """
 
     params: float
@@ -59,7 +59,7 @@ class Footprint(Record):
     is_sharded: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse NaN and negative sizes."""
+        """Reject NaN and negative sizes."""
         check_finite(
             params=self.params,
             bytes_each=self.bytes_each,
@@ -68,11 +68,11 @@ class Footprint(Record):
         )
 
     def static_bytes(self, gpus: int) -> float:
-        """What each GPU holds before the first sample."""
+        """Bytes that each GPU needs before the first sample."""
         return self.params * self.bytes_each / (gpus if self.is_sharded else 1) + self.fixed_bytes
 
     def local_batch(self, memory_gb: float, gpus: int) -> float:
-        """Most samples at once on one GPU; infinite when they take no room; below 1: it does not fit."""
+        """Largest batch that fits on one GPU; infinite when samples use no memory; below 1: none fits."""
         left = USABLE * memory_gb * GB - self.static_bytes(gpus)
         if left < 0:
             return 0.0
@@ -81,24 +81,24 @@ class Footprint(Record):
 
 @dataclass(frozen=True, slots=True)
 class Job(Record):
-    """A kind of job whose speed can be told beforehand.
+    """A kind of job whose speed can be predicted.
 
     Attributes:
-        name, title: For the shell, and for people.
-        unit: What speed and work count: ``samples`` or ``tokens``.
-        flops, moved_bytes: Of one unit, forward and backward.
+        name, title: The name for the command line, and a human-readable title.
+        unit: Unit of speed and work: ``samples`` or ``tokens``.
+        flops, moved_bytes: Per unit, forward and backward.
         precision: ``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``.
-        reference_gpu: On which *step* holds.
+        reference_gpu: The GPU that *step* applies to.
         step: Seconds of one step.
         footprint: Memory.
-        batch: Units in one step of all GPUs together, where training begins.
-        max_batch: Most that still trains.
+        batch: Units in one step of all GPUs together at the start of training.
+        max_batch: Largest batch that still trains.
         least_local: Fewest units at once on one GPU: a whole sequence, where units are tokens.
-        local_batch: Units on one GPU when *batch* grows with their number; None: *batch* is kept.
-        noise: Gradient noise to signal ratio at *batch*; None: a larger batch trains as well.
-        input_cpu_s: CPU seconds to read and prepare one unit; 0: prepared beforehand.
-        is_measured: *step* is a fit to measurements, not of datasheets.
-        source: Of everything above.
+        local_batch: Units per GPU when *batch* grows with the number of GPUs; None: *batch* is constant.
+        noise: Gradient noise to signal ratio at *batch*; None: a larger batch trains equally well.
+        input_cpu_s: CPU seconds to read and prepare one unit; 0: the input is prepared in advance.
+        is_measured: *step* is fitted to measurements, not derived from datasheets.
+        source: Source of everything above.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Job(Record):
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse NaN and a batch of nothing."""
+        """Reject NaN and a batch of zero."""
         check_finite(flops=self.flops, moved_bytes=self.moved_bytes, noise=self.noise)
         check_finite(input_cpu_s=self.input_cpu_s)
         if not 0 < self.batch <= self.max_batch < math.inf:
@@ -142,11 +142,11 @@ class Job(Record):
 
 @dataclass(frozen=True, slots=True)
 class Known(Record):
-    """What is known of a job on one GPU: the step, and where it was measured.
+    """What is known about a job on one GPU: the step, and where it was measured.
 
     Attributes:
-        step: As it is believed now.
-        at: (nodes, GPUs together) that were measured; empty: told from datasheets.
+        step: Current estimate.
+        at: (nodes, GPUs together) of each measurement; empty: predicted from datasheets.
         is_fitted: True for the job's own reference.
     """
 
@@ -158,12 +158,12 @@ class Known(Record):
 def known_steps(
     job: Job, gpus: Mapping[str, Gpu], measured: Mapping[str, Sequence[Timing]] | None = None
 ) -> dict[str, Known]:
-    """The job's step on every GPU: measured, the reference, or told from that by datasheets.
+    """The job's step on every GPU: measured, the reference, or predicted from the reference by datasheets.
 
     Args:
         job: The job.
         gpus: Datasheets by canonical name.
-        measured: Timings by GPU name; those of one GPU also move the others, by half of what was wrong.
+        measured: Timings by GPU name; those of one GPU also correct the others, by half of the error.
     """
     before = gpus.get(job.reference_gpu)
     found: dict[str, Known] = {}
@@ -188,7 +188,7 @@ def known_steps(
 
 
 def _correct(found: dict[str, Known], factor: float) -> None:
-    """What was told from datasheets takes its share of the error seen elsewhere."""
+    """Apply a fraction of the error that was measured elsewhere to the steps predicted from datasheets."""
     for name, known in found.items():
         if not known.at and not known.is_fitted:
             step = known.step
@@ -227,7 +227,7 @@ class JobModel:
         job: The job.
         gpus: Datasheets by canonical name.
         known: Steps by GPU name.
-        batch: Units in a step of all GPUs together; None: the best that is feasible.
+        batch: Units in a step of all GPUs together; None: the best feasible batch.
     """
 
     job: Job
@@ -237,14 +237,14 @@ class JobModel:
     _made: dict[tuple[str, int, int, float], Speed | None] = field(default_factory=dict, compare=False)
 
     def __call__(self, kind: Kind, nodes: int) -> Speed | None:
-        """Speed on *nodes* of *kind*; None: no GPU, an unknown one, or too small a one."""
+        """Speed on *nodes* of *kind*; None: it has no GPU, an unknown one, or one that is too small."""
         if kind.gpu_name is None or kind.gpus < 1:
             return None
         together = int(kind.gpus) * nodes
         return self.at(kind.gpu_name, together=together, nodes=nodes, vcpus=kind.vcpus * nodes)
 
     def at(self, gpu: str, *, together: int, nodes: int, vcpus: float) -> Speed | None:
-        """Speed on so many GPUs *together* on *nodes* with *vcpus* in all; None as above."""
+        """Speed on this many GPUs *together* on *nodes* with *vcpus* in total; None as above."""
         key = (gpu, together, nodes, vcpus)
         if key not in self._made:
             self._made[key] = self._speed(*key)
@@ -265,10 +265,10 @@ class JobModel:
         return Speed(mean, mean * self.spread(known, nodes, together), source)
 
     def _rate(self, step: Step, local: float, together: int, nodes: int, vcpus: float) -> float:
-        """Progress a second, in units at the job's own batch.
+        """Progress per second, in units at the job's own batch.
 
-        Input is read beside the step, one vCPU for each GPU's process left out where there are more, and the
-        slower of the two decides.
+        The input is read in parallel with the step, and the slower of the two decides. One vCPU per GPU
+        process is reserved where there are more vCPUs than that.
         """
         job, batch = self.job, local * together
         step_s = step.seconds(local, together, nodes) * max(1.0, together / vcpus)
@@ -277,14 +277,14 @@ class JobModel:
         return job.gain(batch) * job.batch / step_s
 
     def _local_batches(self, gpu: Gpu, together: int) -> list[float]:
-        """Local batches that fit into memory and still train; one when the batch is set."""
+        """Local batches that fit into memory and still train; only one when the batch is fixed."""
         job = self.job
         most = min(job.footprint.local_batch(gpu.memory_gb, together), job.max_batch / together)
         fixed = self.batch if self.batch is not None else None
         if fixed is None and job.noise is None:
             fixed = job.batch if job.local_batch is None else None
         if fixed is not None:
-            # A batch that does not fit at once is taken in several passes of what does.
+            # A batch that does not fit at once is split into several passes (gradient accumulation).
             is_whole = fixed / together >= job.least_local and most >= job.least_local
             return [fixed / together] if is_whole else []
         if job.local_batch is not None:
@@ -294,7 +294,7 @@ class JobModel:
         return [least * 2 ** (half / 2) for half in range(steps + 1)]
 
     def spread(self, known: Known, nodes: int, together: int) -> float:
-        """Relative standard deviation: grows with the distance from what was measured."""
+        """Relative standard deviation: grows with the distance from the measured counts."""
         if not known.at:
             return _FITTED_STDEV if known.is_fitted else _MOVED_STDEV
         if (nodes, together) in known.at:
@@ -306,7 +306,7 @@ class JobModel:
         return 0.1 + _COUNT_STDEV * away
 
     def misfit(self, kind: Kind, nodes: int) -> Misfit | None:
-        """Why the job cannot run there: too little memory; None when it can, or nothing is known."""
+        """Why the job cannot run there: not enough memory; None when it can, or when that is unknown."""
         if kind.gpu_name is None or kind.gpus < 1 or kind.gpu_memory_gb is None:
             return None
         least = HOST_GIB_EACH * kind.gpus
@@ -332,5 +332,5 @@ def job_model(
     measured: Mapping[str, Sequence[Timing]] | None = None,
     batch: float | None = None,
 ) -> JobModel:
-    """Speeds of *job*, by what was *measured* and by datasheets."""
+    """Speeds of *job*, from what was *measured* and from datasheets."""
     return JobModel(job, gpus, known_steps(job, gpus, measured), batch)

@@ -1,8 +1,8 @@
-"""Choose from very many offers, looking at few of them.
+"""Choose from very many offers while examining only a few.
 
-The same planner as :func:`~envscaler_airflow.planning.planner.plan`, with the same
-formula, ranks and reasons. Kinds are looked at by a bound on how good their best offer
-can be, and the search ends when no bound is better than the worst offer kept.
+This is the same planner as :func:`~envscaler_airflow.planning.planner.plan`, with the same formula, ranks and
+reasons. The search examines kinds in the order of a bound on their best offer. It ends when no bound is
+better than the worst candidate kept.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_n
 from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, CAPACITIES, UNKNOWN, Kind, OfferTable
 
 SpeedOf = Callable[[Kind, int], Speed | None]
-"""Speed of a stage on so many nodes of a kind; None is unknown."""
+"""Speed of a stage on a number of nodes of a kind; None is unknown."""
 
 MisfitOf = Callable[[Kind, int], Misfit | None]
-"""Why a stage cannot run on so many nodes of a kind; None when it can."""
+"""Why a stage cannot run on a number of nodes of a kind; None when it can."""
 
 FLEET_TYPES, FLEET_LIMIT = 4, 60
-"""Types that mixed fleets are looked for, and candidates of each. Chosen: the best ones, in a few zones."""
+"""Number of types to build mixed fleets of, and candidates of each. Chosen: the best ones, in a few zones."""
 
 Rank = tuple[Any, ...]
 _Found = tuple[Rank, int, Candidate]
@@ -51,18 +51,18 @@ _Found = tuple[Rank, int, Candidate]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where one may look.
+    """Where the search may look.
 
     Attributes:
         clouds: Names; None: all.
-        regions: By cloud; a cloud that is not named has all of its regions. None: all.
+        regions: By cloud; all regions of a cloud that is missing here. None: all.
     """
 
     clouds: Collection[str] | None = None
     regions: Mapping[str, Collection[str]] | None = None
 
     def has(self, cloud: str, region: str) -> bool:
-        """True when the region is within."""
+        """True when the region is in scope."""
         if self.clouds is not None and cloud not in self.clouds:
             return False
         regions = (self.regions or {}).get(cloud)
@@ -75,13 +75,13 @@ class Search:
 
     Attributes:
         scope: Where.
-        speed_of: How fast the stage is; None: not known anywhere.
-        misfit_of: Why it cannot run on so many nodes of a kind, such as a model that is larger than
-            the memory of its GPUs; None: nothing is known against any.
-        avoid: Reason against an offer, such as a stock-out that was just met; None: none.
-        limit: Candidates kept, and misses named, each.
-        explain: Name the nearest misses even when something was found.
-        is_mixed: Also look at fleets on demand and on spot together, of the best types.
+        speed_of: Speed of the stage; None: unknown everywhere.
+        misfit_of: Why the stage cannot run on a number of nodes of a kind, such as a model that is larger
+            than the memory of its GPUs; None: no such reasons are known.
+        avoid: Reason to skip an offer, such as a recent stock-out; None: no such reasons.
+        limit: Maximum number of candidates kept, and of misses named.
+        explain: Name the nearest misses even if something was found.
+        is_mixed: Also consider fleets that combine on-demand and spot, of the best types.
     """
 
     scope: Scope = field(default_factory=Scope)
@@ -93,7 +93,7 @@ class Search:
     is_mixed: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a search that keeps nothing."""
+        """Reject a search that keeps nothing."""
         if self.limit < 1:
             raise ValueError(f"limit must be >= 1, got {self.limit!r}")
 
@@ -107,15 +107,15 @@ def search(
     how: Search | None = None,
     is_ordered: bool = False,
 ) -> Plan:
-    """The best *limit* candidates of *table*, as :func:`plan` would rank them all.
+    """The best *limit* candidates of *table*, in the order in which :func:`plan` would rank them all.
 
     Args:
-        requirements: One, or several alternatives: an offer that meets any of them will do.
+        requirements: One, or several alternatives: an offer that meets any of them qualifies.
         table: Offers.
         goal: By default least cost.
-        work: What is to be done, and the seconds without training; its speeds are not used.
+        work: The work to do, and the seconds without training; its speeds are not used.
         how: Scope, speeds, what to avoid, how many to keep.
-        is_ordered: The first alternative that any offer meets is taken, whatever it costs.
+        is_ordered: The first alternative that any offer meets is used, regardless of its cost.
     """
     needs = (requirements,) if isinstance(requirements, Requirements) else tuple(requirements)
     if not needs:
@@ -133,7 +133,7 @@ def search(
 
 
 def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: Goal, work: Work) -> Plan:
-    """One search; where data are bound to a place, it is named what that excluded."""
+    """One search; where data are bound to a place, a note names what that excluded."""
     got = _Looker(table, how, goal, work).look(needs)
     if how.is_mixed:
         found = _fleets(got.value_of_hour_usd or 0.0, needs, table, how=how, goal=goal, work=work)
@@ -155,8 +155,8 @@ def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: G
 def _fleets(
     hour_usd: float, needs: Sequence[Requirements], table: OfferTable, *, how: Search, goal: Goal, work: Work
 ) -> Iterator[tuple[Requirements, Candidate]]:
-    """Mixed fleets of the best types, where a stage that can lose a node may have more than it needs."""
-    # Limits are held against the fleet: what is too dear on demand alone may do with spot.
+    """Mixed fleets of the best types, if the stage can lose a node and may have more than it needs."""
+    # Limits are checked on the fleet: one that is too expensive on demand alone may be affordable with spot.
     free = replace(goal, budget_usd=None, deadline_s=None, value_of_hour_usd=hour_usd)
     some = replace(how, limit=FLEET_LIMIT, explain=False, is_mixed=False)
     for need in needs:
@@ -183,14 +183,14 @@ def _fleets(
 def _best_types(
     need: Requirements, table: OfferTable, how: Search, goal: Goal, work: Work
 ) -> list[tuple[str, str, str]]:
-    """Cloud, region and type of the best few."""
+    """Cloud, region and type of the few best candidates."""
     offers = [item.allocation.offer for item in _Looker(table, how, goal, work).look((need,)).candidates]
     found = dict.fromkeys((offer.cloud, offer.region, offer.instance_type) for offer in offers)
     return list(found)[:FLEET_TYPES]
 
 
 class _Group(NamedTuple):
-    """Rows of one kind and capacity, and the numbers of nodes with the speed on each."""
+    """Rows of one kind and capacity type, and the possible numbers of nodes, each with its speed."""
 
     bound: Rank
     kind: int
@@ -201,7 +201,7 @@ class _Group(NamedTuple):
 
 
 class _Looker:
-    """One search: collects the best candidates, and what was refused for its goal."""
+    """One search: collects the best candidates and the allocations that the goal rules out."""
 
     def __init__(self, table: OfferTable, how: Search, goal: Goal, work: Work) -> None:
         self.table, self.how, self.goal, self.work = table, how, goal, work
@@ -223,7 +223,7 @@ class _Looker:
         return self._plan(needs)
 
     def _fitting(self, need: Requirements) -> tuple[list[bool], list[bool]]:
-        """By place, whether it is allowed; by kind, whether one node of it meets *need*."""
+        """Whether each place is allowed, and whether one node of each kind meets *need*."""
         table = self.table
         is_allowed = [
             is_in
@@ -279,7 +279,7 @@ class _Looker:
     def _groups_of(
         self, need: Requirements, is_allowed: list[bool], fits: list[bool], capacity: CapacityType
     ) -> Iterator[_Group]:
-        """Kinds by bound: in order of price while no speed is known, else sorted by the objective."""
+        """Kinds by bound: in order of price while no speed is known, otherwise sorted by the objective."""
         kinds = (kind for kind in self.table.order(capacity) if fits[kind])
         groups = (group for kind in kinds for group in self._group(kind, capacity, need, is_allowed))
         return iter(sorted(groups, key=lambda group: group.bound)) if self.is_timed else groups
@@ -311,7 +311,7 @@ class _Looker:
     def _counts(
         self, kind: int, capacity: CapacityType, need: Requirements, is_allowed: list[bool]
     ) -> Sequence[int]:
-        """Numbers of nodes that hold the job; those that do not are refused by the first place."""
+        """Numbers of nodes that fit the job; the others are rejected at the first place."""
         counts = node_counts(need, int(self.table.kinds[kind].gpus))
         if self.how.misfit_of is None:
             return counts
@@ -326,7 +326,7 @@ class _Looker:
         return [nodes for nodes, misfit in found if misfit is None]
 
     def _bound(self, usd: float, speed: Speed | None) -> Rank:
-        """No offer with this speed that costs *usd* an hour or more ranks before it."""
+        """Best possible rank of an offer with this speed that costs *usd* per hour or more."""
         is_unknown = usd == UNKNOWN
         if speed is None or self.work.units is None:
             return (is_unknown, 2, usd)
@@ -357,14 +357,15 @@ class _Looker:
                     if bound > worst:
                         break
                     if speed is None and (*bound, 0.0, self._name(group, row, nodes)) > worst:
-                        continue  # one of many of the same price, or of an unknown one
+                        continue  # one of many at the same price, or at an unknown one
                 rate = self._rate(row) if is_spot else 0.0
-                # Money, time and risk grow with price and rate: what was too much before is so now.
+                # Money, time and risk grow with price and rate, so a limit that was broken before is broken
+                # here too.
                 if rate < refused_rate and not self._judge(group, row, nodes, speed, rate):
                     refused_rate = rate
 
     def _name(self, group: _Group, row: int, nodes: int) -> str:
-        """``Allocation.name`` without making one."""
+        """``Allocation.name`` without creating the allocation."""
         kind, (cloud, region, zone) = self.table.kinds[group.kind], self.table.places[self.table.place[row]]
         attached = f"+{kind.gpu_name}:{int(kind.gpus)}" if kind.is_attached else ""
         parts = [
@@ -382,7 +383,7 @@ class _Looker:
         return ANY_RATE_PER_HOUR if known is None else known
 
     def _judge(self, group: _Group, row: int, nodes: int, speed: Speed | None, rate: float) -> bool:
-        """False when it breaks a limit; else it is among the candidates, if it is good enough."""
+        """Return False if it breaks a limit; otherwise add it to the candidates if it is good enough."""
         allocation = Allocation(self.table.offer(group.kind, row, group.capacity), nodes)
         name, offer = allocation.name, allocation.offer
         if name in self.names:
@@ -448,7 +449,7 @@ class _Looker:
 
 
 def _data_notes(candidates: Sequence[Candidate], work: Work, *, is_timed: bool) -> list[str]:
-    """What of the copies of data is in no price."""
+    """Notes on copies of data that no price includes."""
     notes = []
     for item in work.data:
         usds = [item.usd_to(*_place(found), work.tariffs) for found in candidates]
@@ -457,7 +458,7 @@ def _data_notes(candidates: Sequence[Candidate], work: Work, *, is_timed: bool) 
                 f"how much {item.name} holds is unknown, and copying it counted as nothing: tell its size"
             )
         elif None in usds:
-            left = item.cloud or item.place  # a cluster of one's own is in no cloud
+            left = item.cloud or item.place  # the user's own cluster is in no cloud
             notes.append(f"what {item.name} costs to leave {left} is unknown and counted as nothing")
         if not is_timed and any(usds):
             notes.append(

@@ -1,4 +1,4 @@
-"""Why not: the offers that come nearest to what was asked, in each need."""
+"""Explain why nothing fits: the offers that come nearest to the requirements, for each need."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def nearest_misses(
     *,
     limit: int,
 ) -> list[Rejected]:
-    """The kinds that miss least, one row each, the nearest first, and the nearest of each need among them.
+    """The kinds that miss least, one row each, nearest first, including the nearest one for each need.
 
     Args:
-        needs: Alternatives; of each kind the one that it misses least counts.
+        needs: Alternatives; each kind is compared with the one that it misses least.
         table: Offers.
-        is_in: By place, whether it counts.
-        limit: At most so many.
+        is_in: Whether each place counts.
+        limit: Maximum number of results.
     """
     found: list[tuple[int, float, int, str, Requirements]] = []
     has_gpus = any(kind.gpus >= 1 for kind in table.kinds)
@@ -40,7 +40,7 @@ def nearest_misses(
         wanted = {name.casefold() for name in need.gpu_types}
         for number, kind in enumerate(table.kinds):
             if need.gpus and has_gpus and kind.gpus < 1:
-                continue  # no near miss, where others have GPUs
+                continue  # not a near miss if others have GPUs
             missed, lacking, first = _missed(need, kind, wanted)
             found.append((missed, lacking, number, first, need))
     found.sort(key=lambda item: item[:3])
@@ -49,7 +49,7 @@ def nearest_misses(
     for missed, _, number, first, need in found:
         if len(rejected) >= limit or (rejected and missed > 2):
             break
-        # Of one need, no more than half of all: the others are to be seen too.
+        # At most half of the results are for the same need, so that the other needs are visible too.
         if by_need.get(first, 0) >= max(1, limit // 2):
             continue
         item = _rejected(need, table, number, is_in)
@@ -60,7 +60,7 @@ def nearest_misses(
 
 
 def _missed(need: Requirements, kind: Kind, wanted: set[str]) -> tuple[int, float, str]:
-    """How many needs of one node are missed, the sum of what is lacking, and the first: a first sieve."""
+    """Coarse filter: number of needs of one node that are missed, sum of shortfalls, and first need."""
     missed, lacking, first = 0, 0.0, ""
     if kind.vcpus < need.vcpus:
         missed, lacking, first = 1, 1 - kind.vcpus / need.vcpus, "cpu"
@@ -97,7 +97,7 @@ def _missed_gpus(need: Requirements, kind: Kind, wanted: set[str]) -> tuple[int,
 
 
 def _rejected(need: Requirements, table: OfferTable, number: int, is_in: Sequence[bool]) -> Rejected | None:
-    """The first offer of a kind in scope, and all that it misses; None when it would do, or is not there."""
+    """The first offer of a kind in scope, with everything that it misses; None if it fits or is absent."""
     capacities: tuple[CapacityType, ...] = (
         ("spot", "on-demand") if need.capacity == "spot" else ("on-demand",)
     )
@@ -120,7 +120,7 @@ def _rejected(need: Requirements, table: OfferTable, number: int, is_in: Sequenc
 
 
 def unknown_gpus(needs: Sequence[Requirements], table: OfferTable) -> list[str]:
-    """A sentence for each GPU that was asked for and that no offer has, with the nearest names."""
+    """A sentence for each requested GPU that no offer has, with the nearest names."""
     names = sorted({kind.gpu_name for kind in table.kinds if kind.gpu_name is not None and kind.gpus >= 1})
     lower = {name.casefold(): name for name in names}
     notes = []
@@ -141,7 +141,7 @@ def unpriced_offers(
     has_region: Callable[[str, str], bool],
     data: Sequence[DataPlace] = (),
 ) -> dict[tuple[str, str], list[str]]:
-    """Regions, by (cloud, capacity type), with offers that would do and whose price nobody knows."""
+    """Regions, by (cloud, capacity type), with offers that fit but have an unknown price."""
     found: dict[tuple[str, str], set[str]] = {}
     for need in needs:
         capacities = [name for name in CAPACITIES if need.capacity in ("auto", name)]
@@ -152,7 +152,7 @@ def unpriced_offers(
                 prices = table.usd if capacity == "on-demand" else table.spot_usd
                 for row in reversed(table.rows_of(number, capacity)):
                     if prices[row] != UNKNOWN:
-                        break  # rows are by price, unknown ones last
+                        break  # rows are sorted by price, unknown prices last
                     cloud, region, _ = place = table.places[table.place[row]]
                     if not (has_region(cloud, region) and fits_place(need, *place)):
                         continue

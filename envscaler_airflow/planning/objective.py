@@ -18,25 +18,25 @@ Strategy = Literal["cost", "balanced", "performance", "deadline"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 PERFORMANCE_FACTOR = 100.0
-"""``performance`` pays this times the balanced value of an hour. Chosen: time decides unless it is equal."""
+"""``performance`` values time at this multiple of the balanced rate. Chosen: time decides unless equal."""
 
 _LEAST_RATE = 1e-9
-"""Losses an hour below which there are none. Chosen: one in a hundred thousand years."""
+"""Rates of losses per hour below this count as 0. Chosen: one loss in a hundred thousand years."""
 
 _LARGEST_EXPONENT = 50.0
-"""Above it an attempt without a checkpoint never ends. Chosen: e^50 restarts are more than all time."""
+"""Above this exponent an attempt without a checkpoint never finishes. Chosen: e^50 restarts never end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads(Record):
-    """Seconds that are paid for and train nothing.
+    """Billed seconds without training.
 
     Attributes:
-        start_s: From leaving one allocation (or from nothing) to the first step on the next:
+        start_s: From the end of training on one allocation (or from nothing) to the first step on the next:
             save, stop, wait, provision, set up, restore.
-        start_stdev_s: Standard deviation of *start_s*, 0 when it is a guess without one.
-        checkpoint_s: Seconds that training stands still for one checkpoint.
-        checkpoint_every_s: Seconds of training between two; None: the work is not saved on the way.
+        start_stdev_s: Standard deviation of *start_s*; 0 for a guess without one.
+        checkpoint_s: Seconds that training pauses for one checkpoint.
+        checkpoint_every_s: Seconds of training between two checkpoints; None: there are none.
     """
 
     start_s: float = 0.0
@@ -45,7 +45,7 @@ class Overheads(Record):
     checkpoint_every_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse NaN and negative seconds."""
+        """Reject NaN and negative seconds."""
         check_finite(start_s=self.start_s, start_stdev_s=self.start_stdev_s, checkpoint_s=self.checkpoint_s)
         if self.checkpoint_every_s is not None and not 0 < self.checkpoint_every_s < math.inf:
             raise ValueError(f"checkpoint_every_s must be finite and > 0, got {self.checkpoint_every_s!r}")
@@ -53,17 +53,17 @@ class Overheads(Record):
 
 @dataclass(frozen=True, slots=True)
 class Estimate(Record):
-    """What finishing the work left on one allocation takes.
+    """Time and cost to finish the remaining work on one allocation.
 
     Attributes:
         hours, hours_low, hours_high: Expected, 10th and 90th percentile.
-        start_s, train_s, checkpoint_s, interruption_s: Parts of the expected time; the last is
-            restarts and lost work together.
-        usd, usd_low, usd_high: Money for the same; None when the price is unknown.
+        start_s, train_s, checkpoint_s, interruption_s: Parts of the expected time; the last is restarts and
+            lost work together.
+        usd, usd_low, usd_high: Cost, with the same percentiles; None when the price is unknown.
         objective: ``usd + value_of_hour * hours``; None when the price is unknown.
-        data_usd: Of *usd*: bringing the data where the machines are; None: of some that is unknown, and
-            *usd* has what is known.
-        disk_usd: Of *usd*: the disks that the stage asks for; None: unknown, and not in *usd*.
+        data_usd: Part of *usd*: copying the data to the machines; None: some of it is unknown, and *usd*
+            includes only the known part.
+        disk_usd: Part of *usd*: the disks that the stage requests; None: unknown, and not included in *usd*.
     """
 
     hours: float
@@ -99,10 +99,10 @@ def estimate(
         speed: Speed on the allocation.
         usd_per_hour: Price of all its nodes; None is unknown. Start-up is billed too.
         value_of_hour: USD that an hour of waiting is worth, >= 0.
-        overheads: Seconds without training; none when None.
-        interruptions_per_hour: Losses of the allocation an hour (Poisson), >= 0.
-        charges: What is paid besides; nothing when None.
-        is_start: False for staying where it runs: no start-up, but interruptions restart.
+        overheads: Seconds without training; None: zero.
+        interruptions_per_hour: Losses of the allocation per hour (Poisson), >= 0.
+        charges: Charges besides the price; None: zero.
+        is_start: False for continuing on the current allocation: no start-up, but interruptions restart.
 
     Raises:
         ValueError: An argument is negative or not finite.
@@ -177,9 +177,9 @@ def value_of_hour(
 ) -> float | None:
     """USD that an hour of waiting is worth under *strategy*.
 
-    ``cost`` and ``deadline``: 0 (``deadline`` makes time a constraint instead). ``balanced``:
-    the on-demand $/h of the cheapest feasible allocation. ``performance``: 100 times that.
-    *stated_usd* (the user's ``value_of_hour``) goes before all. None: no on-demand price is known.
+    ``cost`` and ``deadline``: 0 (``deadline`` makes time a constraint instead). ``balanced``: the on-demand
+    $/h of the cheapest feasible allocation. ``performance``: 100 times that. *stated_usd* (the user's
+    ``value_of_hour``) takes precedence over all of these. None: no on-demand price is known.
 
     Raises:
         ValueError: Another strategy, or a stated value that is negative or not finite.

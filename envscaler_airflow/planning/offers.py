@@ -1,4 +1,4 @@
-"""Offers and allocations: what can be had, and what a stage holds."""
+"""Offers and allocations: what is available, and what a stage runs on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CapacityType = Literal["spot", "on-demand"]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One instance type, or slice of a machine, at one place and capacity type.
+    """One instance type, or share of a machine, at one place and capacity type.
 
     Attributes:
         cloud: ``aws``, ``gcp``, ..., ``kubernetes`` or ``local``.
         region: Region; ``""`` for local.
-        zone: Zone; None when any will do.
-        instance_type: The provider's name; ``cpu-2`` for a local slice of two cores.
+        zone: Zone; None for any zone.
+        instance_type: The provider's name; ``cpu-2`` for a local share of two cores.
         capacity_type: ``spot`` or ``on-demand``.
         vcpus: Virtual CPUs per node, > 0.
         memory_gib: Memory per node, GiB, > 0.
@@ -26,9 +26,9 @@ class Offer:
         gpus: GPUs per node.
         gpu_memory_gb: Nominal memory of one GPU, GB; None without GPU or unknown.
         usd_per_hour: Price of one node; None is unknown, 0 is free.
-        price_source: Where the price is from, with its date; a shadow price says so here.
-        arch: ``x86_64`` or ``arm64``; None is unknown, and then taken to be right.
-        is_attached: Its GPUs are added to a host that is also sold without them.
+        price_source: Where the price is from, with its date; it also states if this is a shadow price.
+        arch: ``x86_64`` or ``arm64``; None is unknown, and meets any requirement.
+        is_attached: Its GPUs are attached to a host type that is also sold without them.
     """
 
     cloud: str
@@ -47,8 +47,8 @@ class Offer:
     is_attached: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse NaN and nonsense here, once."""
-        # Spelled out: catalogs have a hundred thousand of them.
+        """Reject NaN and values out of range, once at construction."""
+        # Written out for speed: catalogs have a hundred thousand offers.
         if not (0 < self.vcpus < math.inf and 0 < self.memory_gib < math.inf):
             raise ValueError(
                 f"vcpus and memory_gib must be finite and > 0, got {self.vcpus!r}, {self.memory_gib!r}"
@@ -64,9 +64,9 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """``aws/us-east-1/us-east-1a/g5.xlarge/spot``; empty parts left out; ``local/cpu-2`` for local.
+        """``aws/us-east-1/us-east-1a/g5.xlarge/spot`` without empty parts; ``local/cpu-2`` for local.
 
-        Attached GPUs stand with the host: ``n1-standard-8+V100:1``.
+        Attached GPUs follow the host type: ``n1-standard-8+V100:1``.
         """
         attached = f"+{self.gpu_name}:{self.gpus}" if self.is_attached else ""
         parts = [self.cloud, self.region, self.zone, self.instance_type + attached]
@@ -75,7 +75,7 @@ class Offer:
         return "/".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in events and in plan.json."""
+        """JSON form, as in events and in plan.json."""
         found = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
         if not self.is_attached:
             del found["is_attached"]
@@ -102,12 +102,12 @@ class Offer:
 _NUMBERS = ("vcpus", "memory_gib", "gpu_memory_gb", "usd_per_hour", "gpus")
 _MAY_BE_UNKNOWN = ("zone", "gpu_name", "gpu_memory_gb", "usd_per_hour", "arch")
 _MOST = 10**15
-"""Whole numbers from here on are none of a machine. Chosen: below what a float tells apart."""
+"""Upper limit for whole numbers of a machine. Chosen: below the precision of a float."""
 CAPACITY_TYPES: tuple[str, ...] = get_args(CapacityType)
 
 
 def _check_type(name: str, value: object) -> None:
-    """Refuse what a record cannot have as *name*: it comes from outside."""
+    """Check the type of the field *name* of a record, which comes from outside."""
     if value is None and name in _MAY_BE_UNKNOWN:
         return
     if name == "capacity_type":
@@ -134,13 +134,13 @@ class AllocationPart:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Nodes of one offer, or of two that take the same GPUs: what one attempt lives on.
+    """The nodes that one attempt runs on: of one offer, or of two with the same GPUs.
 
     Attributes:
-        offer: One node of it; of a mixed one, what rank 0 lives on.
-        nodes: Number of nodes in all, >= 1.
-        rest: What the last ``rest_nodes`` ranks live on, usually spot; None: all live on ``offer``.
-        rest_nodes: Of ``nodes``, those on ``rest``; at least rank 0 is on ``offer``.
+        offer: The offer of each node; in a mixed allocation, the offer of rank 0.
+        nodes: Number of nodes in total, >= 1.
+        rest: The offer of the last ``rest_nodes`` ranks, usually spot; None: all nodes are of ``offer``.
+        rest_nodes: How many of ``nodes`` are of ``rest``; at least rank 0 is of ``offer``.
     """
 
     offer: Offer
@@ -149,7 +149,7 @@ class Allocation:
     rest_nodes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse an allocation of nothing, and parts that one job cannot run across."""
+        """Reject an empty allocation, and parts that one job cannot run across."""
         if self.nodes < 1:
             raise ValueError(f"nodes must be >= 1, got {self.nodes!r}")
         if not 0 <= self.rest_nodes < self.nodes:
@@ -176,14 +176,14 @@ class Allocation:
 
     @property
     def name(self) -> str:
-        """``2 x local/cpu-1``; the offer's name alone for one node; ``1 x A + 3 x B`` for a mixed one."""
+        """``2 x local/cpu-1``; only the offer's name for one node; ``1 x A + 3 x B`` for a mixed one."""
         if self.rest is not None:
             return " + ".join(f"{part.nodes} x {part.offer.name}" for part in self.parts)
         return self.offer.name if self.nodes == 1 else f"{self.nodes} x {self.offer.name}"
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Price of all nodes; None when that of any is unknown."""
+        """Price of all nodes; None when the price of any node is unknown."""
         price = self.offer.usd_per_hour
         if self.rest is None or price is None:
             return None if price is None else price * self.nodes
@@ -191,7 +191,7 @@ class Allocation:
         return None if other is None else price * (self.nodes - self.rest_nodes) + other * self.rest_nodes
 
     def offer_of(self, rank: int) -> Offer:
-        """What node *rank* lives on.
+        """The offer of node *rank*.
 
         Raises:
             ValueError: There is no such node.
@@ -202,7 +202,7 @@ class Allocation:
         raise ValueError(f"rank must be >= 0 and < nodes={self.nodes}, got {rank!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in events and in plan.json; two keys more when it is mixed."""
+        """JSON form, as in events and in plan.json; a mixed allocation has two more keys."""
         body = {"offer": self.offer.to_dict(), "nodes": self.nodes}
         if self.rest is not None:
             body |= {"rest": self.rest.to_dict(), "rest_nodes": self.rest_nodes}
@@ -227,5 +227,5 @@ class Allocation:
 
 
 def _joins(offer: Offer) -> tuple[object, ...]:
-    """What the parts of one allocation have in common."""
+    """Properties that the parts of one allocation must have in common."""
     return offer.cloud, offer.region, offer.gpu_name, offer.gpus

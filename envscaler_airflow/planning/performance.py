@@ -1,7 +1,7 @@
-"""How fast a stage runs on an allocation, and how sure we are.
+"""How fast a stage runs on an allocation, and how certain that is.
 
-A speed is in units a second; the unit (steps, samples, tokens) is the caller's
-and the same throughout one decision.
+A speed is in units per second. The caller chooses the unit (steps, samples, tokens), which is the same
+throughout one decision.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Literal
 from envscaler_airflow.planning.record import Record, check_finite
 
 SpeedSource = Literal["measured", "stated", "fitted", "datasheet", "user", "bound"]
-"""``bound``: not believed, but surely not slower."""
+"""``bound``: not a trusted speed, but a lower limit."""
 
 _CAPACITY = re.compile(r"/(?:spot|on-demand)(?= \+ |\Z)")
 """The capacity type in an allocation's name, see ``Offer.name`` and ``Allocation.name``."""
 Z_80 = 1.2816
-"""Half-width in standard deviations of a range that holds 80 %. Source: standard normal table."""
+"""Half-width of an 80 % range, in standard deviations. Source: standard normal table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed(Record):
-    """Speed on one allocation, taken as log-normal.
+    """Speed on one allocation, assumed to be log-normal.
 
     Attributes:
-        mean: Units a second, > 0.
-        stdev: Standard deviation of what we believe of the mean, >= 0; not of single steps.
+        mean: Units per second, > 0.
+        stdev: Uncertainty of the mean as a standard deviation, >= 0; not the variation between steps.
         source: Where it is from.
-        seconds: How long it was measured, training seconds; 0 when it was not.
+        seconds: Training seconds over which it was measured; 0 when it was not measured.
     """
 
     mean: float
@@ -42,7 +42,7 @@ class Speed(Record):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse NaN and a machine that would never finish."""
+        """Reject NaN and a speed that would never finish."""
         if not 0 < self.mean < math.inf:
             raise ValueError(f"mean must be finite and > 0, got {self.mean!r}")
         check_finite(stdev=self.stdev, seconds=self.seconds)
@@ -55,7 +55,7 @@ class Speed(Record):
     def seconds_for(self, units: float) -> float:
         """Expected seconds for *units*: ``units / mean * (1 + (stdev / mean)^2)``.
 
-        The second factor is exact for a log-normal speed: an unsure speed costs time.
+        The second factor is exact for a log-normal speed: an uncertain speed costs time.
         """
         return units / self.mean * (1 + self.relative_stdev**2)
 
@@ -69,12 +69,12 @@ class Speed(Record):
 
 @dataclass(frozen=True, slots=True)
 class Speedup(Record):
-    """A stated ratio: *offer* does *mean* times the units a second of *relative_to*.
+    """A stated ratio: *offer* runs at *mean* times the speed of *relative_to*.
 
     Attributes:
-        offer, relative_to: Allocation names, as ``Allocation.name`` writes them.
+        offer, relative_to: Allocation names, in the form of ``Allocation.name``.
         mean: Ratio, > 0.
-        stdev: What the author believes of it, >= 0.
+        stdev: The author's uncertainty, >= 0.
         source: Who states it.
     """
 
@@ -85,17 +85,17 @@ class Speedup(Record):
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse NaN and a ratio of nothing."""
+        """Reject NaN and a ratio of zero."""
         if not 0 < self.mean < math.inf:
             raise ValueError(f"mean must be finite and > 0, got {self.mean!r}")
         check_finite(stdev=self.stdev)
 
     def applied_to(self, base: Speed) -> Speed:
-        """Speed of *offer*, given that of *relative_to*. Relative variances add up."""
+        """Speed of *offer*, computed from that of *relative_to*. Relative variances add up."""
         return self._scaled(base, self.mean)
 
     def inverted_on(self, base: Speed) -> Speed:
-        """Speed of *relative_to*, given that of *offer*."""
+        """Speed of *relative_to*, computed from that of *offer*."""
         return self._scaled(base, 1 / self.mean)
 
     def _scaled(self, base: Speed, ratio: float) -> Speed:
@@ -106,8 +106,8 @@ class Speedup(Record):
 def matched(stated: Iterable[Speedup], names: Iterable[str]) -> tuple[tuple[Speedup, ...], tuple[str, ...]]:
     """Ratios between the allocations *names*, and the names in *stated* that match none of them.
 
-    A name without its capacity type (``kubernetes/big``) means the offer as spot and on demand alike, since
-    what a machine costs does not change its speed.
+    A name without its capacity type (``kubernetes/big``) means both the spot and the on-demand offer, because
+    the price of a machine does not change its speed.
     """
     ways: dict[str, list[str]] = {}
     for name in sorted(set(names)):
@@ -122,18 +122,18 @@ def matched(stated: Iterable[Speedup], names: Iterable[str]) -> tuple[tuple[Spee
         for offer in ways.get(item.offer, [item.offer])
         for base in ways.get(item.relative_to, [item.relative_to])
     )
-    # A name in several ratios may be a step on the way from one place to another.
+    # A name in several ratios may be a step on the way from one allocation to another.
     return found, tuple(name for name, times in used.items() if times == 1 and name not in ways)
 
 
 def known_speeds(
     measured: Mapping[str, Speed], stated: Iterable[Speedup] = (), *, trusted_after_s: float = 0.0
 ) -> dict[str, Speed]:
-    """All speeds that can be told, by allocation name.
+    """All speeds that can be derived, by allocation name.
 
-    What was measured for at least *trusted_after_s* stands as it is, and replaces what
-    was stated. From there stated ratios are followed, in both directions, the surest
-    way first. Ratios alone give no speed.
+    A speed that was measured for at least *trusted_after_s* is used unchanged and replaces a stated one. From
+    these speeds, stated ratios are followed in both directions, starting with the most certain. Ratios alone
+    give no speed.
     """
     known = {
         name: speed
@@ -158,12 +158,12 @@ def _one_step(known: Mapping[str, Speed], ratios: Iterable[Speedup]) -> list[tup
 
 
 def measure(points: Sequence[tuple[float, float]]) -> Speed | None:
-    """Speed from what one observer saw of one attempt: ``(seconds, units done)`` in order.
+    """Speed from one observer's samples of one attempt: ``(seconds, units done)`` in order.
 
-    Seconds are of one clock, the observer's or the agent's. The mean is units over seconds
-    from the first point to the last; its standard deviation is the standard error over the
-    windows between points, weighted by their length, and never below 1 % (chosen: a clock
-    and a step count are no better than that). None with fewer than two points or no progress.
+    All seconds are from one clock, the observer's or the agent's. The mean is units over seconds from the
+    first point to the last. Its standard deviation is the standard error over the windows between points,
+    weighted by their length. It is at least 1 % (chosen: the precision of a clock and a step count). The
+    result is None with fewer than two points or without progress.
     """
     windows = [
         (after[0] - before[0], after[1] - before[1])
@@ -183,14 +183,14 @@ def measure(points: Sequence[tuple[float, float]]) -> Speed | None:
 
 
 ONE_WINDOW_STDEV = 0.1
-"""Relative stdev of a speed seen in one window only. Chosen: wide enough to wait for a second one."""
+"""Relative stdev of a speed from a single window. Chosen: large enough to wait for a second one."""
 
 
 def merged(earlier: Speed | None, later: Speed | None) -> Speed | None:
-    """Two measurements of the same allocation as one, weighted by their seconds.
+    """Combine two measurements of the same allocation, weighted by their seconds.
 
-    A measurement replaces what was only stated. Used when a stage comes back to an
-    allocation that it has been on.
+    A measurement replaces a stated speed. Used when a stage returns to an allocation that it has run on
+    before.
     """
     if earlier is None or later is None:
         return later or earlier

@@ -1,4 +1,4 @@
-"""Which offer and how many nodes a stage starts on, and why not the others."""
+"""Choose the offer and the number of nodes to start on, and explain why the others were not chosen."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _UNKNOWN_LAST = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Goal(Record):
-    """What the user wants of the whole: money, time, or both.
+    """The user's objective: money, time, or both.
 
     Attributes:
         strategy: ``cost``, ``balanced``, ``performance`` or ``deadline``.
-        value_of_hour_usd: The user's own value of an hour; None: by strategy.
+        value_of_hour_usd: The user's own value of an hour; None: derived from the strategy.
         budget_usd: Money left for this generation; None: no limit.
         deadline_s: Seconds left to the deadline; None: none.
     """
@@ -43,7 +43,7 @@ class Goal(Record):
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse NaN and negative limits."""
+        """Reject NaN and negative limits."""
         check_finite(
             value_of_hour_usd=self.value_of_hour_usd,
             budget_usd=self.budget_usd,
@@ -53,15 +53,15 @@ class Goal(Record):
 
 @dataclass(frozen=True, slots=True)
 class Work(Record):
-    """What is to be done, and what is known of how fast.
+    """The work to do, and the known speeds.
 
     Attributes:
         units: Units of the whole work; None when unknown.
         unit: ``steps``, ``samples``, ``tokens``.
-        speeds: By allocation name, units a second.
+        speeds: Units per second, by allocation name.
         overheads: Start-up and checkpoint seconds.
-        interruptions_per_hour: Losses of one node an hour, by offer name; absent is unknown.
-        data: Where the stage's data lie.
+        interruptions_per_hour: Losses of one node per hour, by offer name; a missing one is unknown.
+        data: Where the stage's data are.
         tariffs: What clouds charge besides the prices of offers.
     """
 
@@ -74,13 +74,13 @@ class Work(Record):
     tariffs: Tariffs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse NaN."""
+        """Reject NaN."""
         check_finite(units=self.units, **self.interruptions_per_hour)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Record):
-    """An allocation that would do.
+    """An allocation that fits.
 
     Attributes:
         allocation: Offer and nodes.
@@ -99,7 +99,7 @@ class Candidate(Record):
 
 @dataclass(frozen=True, slots=True)
 class Rejected(Record):
-    """An allocation that would not, with every need that it misses; the first one excluded it."""
+    """An allocation that does not fit, with every need that it misses; the first one excluded it."""
 
     allocation: Allocation
     misfits: tuple[Misfit, ...]
@@ -111,21 +111,21 @@ class Rejected(Record):
 
     @property
     def distance(self) -> tuple[int, float, str]:
-        """How near a miss it was: needs missed, then the sum of what is missing, then the name."""
+        """Distance from a fit: the number of needs missed, then the sum of the shortfalls, then the name."""
         return len(self.misfits), sum(item.shortfall for item in self.misfits), self.allocation.name
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Record):
-    """What to start on.
+    """Where to start the stage.
 
     Attributes:
         chosen: The best of candidates and fleets; None when nothing fits.
-        candidates: All of one offer that fit, best first.
-        rejected: All that do not, the nearest miss first.
-        value_of_hour_usd: What an hour was worth in the objective; None: could not be told.
-        notes: What is unknown or was assumed, for people.
-        fleets: Candidates of two offers, on demand and spot, best first, where they were asked for.
+        candidates: All allocations of one offer that fit, best first.
+        rejected: All allocations that do not fit, the nearest miss first.
+        value_of_hour_usd: The value of an hour in the objective; None: unknown.
+        notes: Human-readable notes on what is unknown or was assumed.
+        fleets: Candidates that combine an on-demand and a spot offer, best first, where requested.
     """
 
     chosen: Candidate | None
@@ -155,7 +155,7 @@ class Plan(Record):
         )
 
     def _by_other_needs(self) -> list[Rejected]:
-        """The nearest of those that miss one need alone, for each need but the nearest one's."""
+        """For each need except the nearest miss's: the nearest allocation that misses only this need."""
         first: dict[str, Rejected] = {}
         for item in self.rejected:
             if len(item.misfits) == 1:
@@ -174,18 +174,18 @@ def plan(
 ) -> Plan:
     """Choose an allocation by expected cost + value_of_hour x expected time.
 
-    Candidates without a known speed come after those with one, and among themselves go by
-    $/h; without a known price they come last, and never count as free. Candidates whose
-    90th percentile breaks deadline or budget come after those that keep them; those whose
-    10th percentile breaks it are rejected. Equal ones go by time, then by name.
+    Candidates without a known speed come after those with one, ordered by $/h. Candidates without a known
+    price come last, and never count as free. Candidates whose 90th percentile breaks the deadline or budget
+    come after those that meet them. Those whose 10th percentile breaks it are rejected. Ties are resolved by
+    time, then by name.
 
     Args:
-        requirements: One, or several alternatives: an offer that meets any of them will do.
+        requirements: One, or several alternatives: an offer that meets any of them qualifies.
         offers: Any order.
         goal: By default least cost.
         work: By default unknown.
-        is_ordered: The first alternative that any offer meets is taken, whatever it costs.
-        is_mixed: Also look at nodes on demand and on spot together, where the stage may be on either.
+        is_ordered: The first alternative that any offer meets is used, regardless of its cost.
+        is_mixed: Also consider fleets of on-demand and spot nodes together, if the stage may run on both.
     """
     goal, work = goal or Goal(), work or Work()
     needs = (requirements,) if isinstance(requirements, Requirements) else tuple(requirements)
@@ -242,7 +242,7 @@ def _plan(
 def with_fleets(
     made: Plan, fleets: Iterable[tuple[Requirements, Candidate]], goal: Goal, *, limit: int | None = None
 ) -> Plan:
-    """*made* with those of *fleets* that keep the limits; the best one is chosen where it is better."""
+    """*made* with those of *fleets* that meet the limits; the best fleet is chosen if it is better."""
     kept = _kept(fleets, goal)[:limit]
     if not kept:
         return made
@@ -252,7 +252,7 @@ def with_fleets(
 
 
 def _kept(judged: Iterable[tuple[Requirements, Candidate]], goal: Goal) -> list[Candidate]:
-    """Those that break no limit, best first."""
+    """The candidates that break no limit, best first."""
     kept = [candidate for need, candidate in judged if not goal_misfits(need, candidate, goal)]
     return sorted(kept, key=lambda item: rank_of(item, goal))
 
@@ -260,7 +260,7 @@ def _kept(judged: Iterable[tuple[Requirements, Candidate]], goal: Goal) -> list[
 def _judged(
     fitting: Iterable[tuple[Allocation, Requirements]], work: Work, goal: Goal, hour: float | None
 ) -> list[tuple[Requirements, Candidate]]:
-    """What finishing *work* takes on each."""
+    """Time and cost to finish *work* on each allocation."""
     found = []
     for allocation, need in fitting:
         candidate = candidate_of(
@@ -298,7 +298,7 @@ def _split(
 
 
 def data_misfits(data: Sequence[DataPlace], offer: Offer) -> tuple[Misfit, ...]:
-    """Volumes that a stage cannot use where *offer* is."""
+    """Volumes that a stage cannot use at the place of *offer*."""
     place = (offer.cloud, offer.region, offer.zone or "")
     return tuple(
         Misfit("data", f"{item.name} can be used in {item.place} alone")
@@ -313,7 +313,7 @@ def _no_count(need: Requirements) -> Misfit:
 
 
 def _mixed(fitting: Iterable[tuple[Allocation, Requirements]]) -> list[tuple[Allocation, Requirements]]:
-    """Mixed fleets of what meets an alternative that may be on either market and can lose a node."""
+    """Mixed fleets for an alternative that allows both capacity types and can lose a node."""
     by_need: dict[Requirements, list[Allocation]] = {}
     for allocation, need in fitting:
         if need.capacity == "auto" and need.can_checkpoint:
@@ -326,7 +326,7 @@ def _mixed(fitting: Iterable[tuple[Allocation, Requirements]]) -> list[tuple[All
 
 
 def _speed_of(allocation: Allocation, work: Work) -> Speed | None:
-    """Nodes of one type are as fast on either market: a mixed one goes as all of its first offer."""
+    """Speed of *allocation*; a mixed one is as fast as its first offer, because its types are the same."""
     if not allocation.is_mixed or allocation.name in work.speeds:
         return work.speeds.get(allocation.name)
     return work.speeds.get(Allocation(allocation.offer, allocation.nodes).name)
@@ -342,9 +342,9 @@ def candidate_of(
     losses_per_hour: float = 0.0,
     disk_gib: float = 0.0,
 ) -> Candidate:
-    """*allocation* with what finishing *work* on it at *speed* takes, as far as that is known.
+    """*allocation* with the time and cost to finish *work* on it at *speed*, as far as these are known.
 
-    *losses_per_hour* are those of any of its nodes; *disk_gib* are of each node.
+    *losses_per_hour* is the rate of losing any of its nodes; *disk_gib* is per node.
     """
     price, offer = allocation.usd_per_hour, allocation.offer
     if speed is None or work.units is None:
@@ -381,7 +381,7 @@ def _is_over(value: float | None, limit: float | None) -> bool:
 
 
 def goal_misfits(requirements: Requirements, candidate: Candidate, goal: Goal) -> tuple[Misfit, ...]:
-    """Limits of money, time and risk that *candidate* breaks for sure; empty: it may do."""
+    """Limits of money, time and risk that *candidate* certainly breaks; empty: it may fit."""
     price, expected = candidate.usd_per_hour, candidate.estimate
     found = []
     if requirements.max_usd_per_hour is not None:
@@ -413,7 +413,7 @@ def _over(need: str, value: float | None, limit: float, unit: str) -> Misfit | N
 
 
 def rank_of(candidate: Candidate, goal: Goal) -> tuple[Any, ...]:
-    """Sorts candidates, the best first; see :func:`plan`."""
+    """Sort key of candidates, the best first; see :func:`plan`."""
     price = _UNKNOWN_LAST if candidate.usd_per_hour is None else candidate.usd_per_hour
     name, expected = candidate.allocation.name, candidate.estimate
     if expected is None:
@@ -426,7 +426,7 @@ def rank_of(candidate: Candidate, goal: Goal) -> tuple[Any, ...]:
 
 
 def notes_of(candidates: Sequence[Candidate], work: Work, goal: Goal, hour: float | None) -> list[str]:
-    """What is unknown of *candidates* or was assumed, for people."""
+    """Human-readable notes on what is unknown about *candidates* or was assumed."""
     notes = []
     timed = [item for item in candidates if item.estimate is not None]
     if candidates and not timed:

@@ -1,7 +1,7 @@
-"""Dataclasses that go through JSON and come back equal.
+"""Dataclasses that round-trip through JSON.
 
-Decisions, observations, plans and bills are recorded with all their numbers and
-replayed, so each of them is a :class:`Record`.
+Decisions, observations, plans and bills are recorded with all their numbers and replayed, so each of them is
+a :class:`Record`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Self, get_type_hints
 
 
 class Record:
-    """A dataclass with a JSON form. Unknown (None) fields are left out where None is the default."""
+    """A dataclass with a JSON form. Unknown (None) fields are omitted if None is the default."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; :meth:`from_dict` gives an equal object back."""
+        """JSON form; :meth:`from_dict` restores an equal object."""
         plain: dict[str, Any] = _plain(self)
         return plain
 
@@ -37,7 +37,7 @@ class Record:
 
 
 def check_finite(**values: float | None) -> None:
-    """Refuse NaN, infinity and negative numbers; None is unknown and passes.
+    """Reject NaN, infinity and negative numbers; None is unknown and passes.
 
     Raises:
         ValueError: Names the first such field.
@@ -48,7 +48,7 @@ def check_finite(**values: float | None) -> None:
 
 
 class _HasForm(typing.Protocol):
-    """Knows its own JSON form, which may be shorter than its fields."""
+    """A class with its own JSON form, which may be shorter than its fields."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -58,7 +58,7 @@ def _plain(value: Any) -> Any:
         return typing.cast("_HasForm", value).to_dict()
     if dataclasses.is_dataclass(value):
         pairs = ((item, getattr(value, item.name)) for item in dataclasses.fields(value))
-        # None is left out only where reading back puts it in again.
+        # Omit None only where reading restores it.
         return {
             item.name: _plain(part) for item, part in pairs if part is not None or item.default is not None
         }

@@ -1,4 +1,4 @@
-"""What a stage needs of a machine, and why an offer does not meet it."""
+"""What a stage needs from a machine, and why an offer does not meet it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ Capacity = Literal["spot", "on-demand", "auto"]
 
 @dataclass(frozen=True, slots=True)
 class Requirements(Record):
-    """Needs of one node, and how many nodes.
+    """Needs of one node, and the number of nodes.
 
     Attributes:
         vcpus: CPUs per node, >= 0.
         memory_gib: Memory per node, GiB, >= 0.
         gpus: GPUs per node; 0: none needed.
-        gpu_types: Canonical names that will do; empty: any.
-        gpu_memory_gb, gpu_memory_max_gb: Nominal memory of one GPU, GB, at least and at most; None: any.
-        cloud, region, zone, instance_type: Where alone it may run; None: anywhere.
+        gpu_types: Accepted canonical names; empty: any.
+        gpu_memory_gb, gpu_memory_max_gb: Minimum and maximum nominal memory of one GPU, GB; None: any.
+        cloud, region, zone, instance_type: The only place or type that is allowed; None: any.
         min_nodes, max_nodes: Nodes that the stage can start on.
         capacity: ``spot``, ``on-demand``, or ``auto`` for both.
         can_checkpoint: False: an interruption loses everything.
-        tolerated_loss_h: A stage that cannot checkpoint runs on spot up to so many hours.
-            Chosen: half an hour of work is lost without regret.
+        tolerated_loss_h: A stage that cannot checkpoint runs on spot if it takes at most this many hours.
+            Chosen: losing half an hour of work is acceptable.
         arch: ``x86_64`` or ``arm64``; None: any. An offer of unknown architecture passes.
-        exact_gpus: A node with more GPUs than asked for will not do.
+        exact_gpus: A node with more GPUs than requested does not fit.
         gpu_vendor: ``nvidia``, ``amd`` or ``intel``; None: any but Intel's.
-        model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups count.
+        model_parallel: GPUs (or nodes, without GPUs) per copy of the model; only complete groups count.
         max_usd_per_hour: Highest price of all nodes together; None: no limit.
-        disk_gib: Disk per node, GiB, which is paid for and excludes no offer; 0: what comes with the machine.
+        disk_gib: Disk per node, GiB; it costs money but excludes no offer. 0: the disk included with the
+            machine.
     """
 
     vcpus: float = 0.0
@@ -62,7 +63,7 @@ class Requirements(Record):
     disk_gib: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse NaN, negative needs and a range of nodes that is empty."""
+        """Reject NaN, negative needs and an empty range of nodes."""
         check_finite(
             vcpus=self.vcpus,
             memory_gib=self.memory_gib,
@@ -85,8 +86,8 @@ class Misfit(Record):
 
     Attributes:
         need: Which: ``cpu``, ``memory``, ``gpu.count``, ``gpu.type``, ``gpu.memory``, ``capacity``, ...
-        reason: For people, with both numbers.
-        shortfall: Part of the need that is missing, 0 to 1; 1 for what cannot be had in part.
+        reason: Human-readable, with both numbers.
+        shortfall: Fraction of the need that is missing, 0 to 1; 1 for a need that cannot be met in part.
     """
 
     need: str
@@ -110,13 +111,13 @@ def misfits(requirements: Requirements, offer: Offer) -> tuple[Misfit, ...]:
 
 
 def node_counts(requirements: Requirements, gpus: int) -> tuple[int, ...]:
-    """Numbers of nodes of *gpus* each that hold whole model-parallel groups, in range; may be empty."""
+    """Numbers of nodes of *gpus* each in range that form complete model-parallel groups; may be empty."""
     counts = range(requirements.min_nodes, requirements.max_nodes + 1)
     return tuple(count for count in counts if count * max(1, gpus) % requirements.model_parallel == 0)
 
 
 def fits_node(requirements: Requirements, node: NodeFacts) -> bool:
-    """True when *node* meets all needs but those of place and capacity: :func:`misfits` in haste."""
+    """True when *node* meets all needs except place and capacity: a fast version of :func:`misfits`."""
     need = requirements
     if node.vcpus < need.vcpus or node.memory_gib < need.memory_gib:
         return False
@@ -128,7 +129,7 @@ def fits_node(requirements: Requirements, node: NodeFacts) -> bool:
 
 
 def fits_place(requirements: Requirements, cloud: str, region: str, zone: str) -> bool:
-    """True when the place will do; an offer without a zone can be had in any."""
+    """True when the place is allowed; an offer without a zone is available in every zone."""
     need = requirements
     return (
         need.cloud in (None, cloud)
@@ -154,7 +155,7 @@ def _fits_gpus(need: Requirements, node: NodeFacts) -> bool:
 
 
 class NodeFacts(Protocol):
-    """What of a node decides whether it will do, wherever it is."""
+    """Properties of a node that decide whether it fits, regardless of its place."""
 
     @property
     def instance_type(self) -> str:
@@ -174,7 +175,7 @@ class NodeFacts(Protocol):
 
     @property
     def gpus(self) -> float:
-        """GPUs; whole ones count."""
+        """GPUs; only whole ones count."""
 
     @property
     def gpu_memory_gb(self) -> float | None:
@@ -189,7 +190,7 @@ def _place_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | No
     found: list[Misfit | None] = []
     for need in ("cloud", "region", "zone", "instance_type"):
         asked, has = getattr(requirements, need), getattr(offer, need)
-        # An offer without a zone can be had in any.
+        # An offer without a zone is available in every zone.
         if asked is not None and has is not None and asked != has:
             found.append(Misfit(need, f"{need} is {has or 'none'}, {asked} asked"))
     return found
@@ -214,14 +215,14 @@ def _gpu_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None
 
 
 OTHER_CHIPS = frozenset({"Gaudi", "Gaudi HL-205", "Inferentia", "Inferentia2", "Trainium", "Trainium2"})
-"""Accelerators that run no code written for GPUs: had only when they are asked for by name."""
+"""Accelerators that cannot run code written for GPUs: used only when requested by name."""
 
 VENDORS = ("nvidia", "amd", "intel")
-"""Makers that can be asked for instead of a type."""
+"""Vendors that can be requested instead of a type."""
 
 
 def _kind_misfit(vendor: str | None, name: str) -> Misfit | None:
-    """Whole GPUs of any type were requested."""
+    """Why *name* does not meet a request for whole GPUs of any type; None: it does."""
     if name in OTHER_CHIPS:
         return Misfit("gpu.type", f"{name} is no GPU; it must be asked for by name")
     if is_share(name):
@@ -255,8 +256,8 @@ def _too_little(need: str, asked: float, has: float, unit: str) -> Misfit | None
 def requirements_of(spec: EnvSpec, *, while_running: bool = False) -> tuple[Requirements, ...]:
     """Needs of *spec*: one, or one for each alternative of ``any_of`` or ``ordered``.
 
-    With ``cpu_fallback`` the same without a GPU comes last. Nodes are those of ``num_nodes`` for
-    the start, and those that scaling allows for *while_running*.
+    With ``cpu_fallback``, the same needs without a GPU come last. The number of nodes is ``num_nodes`` at the
+    start, and the range of the scaling section if *while_running*.
     """
     found = []
     nodes = spec.node_bounds if while_running else spec.num_nodes
@@ -268,7 +269,7 @@ def requirements_of(spec: EnvSpec, *, while_running: bool = False) -> tuple[Requ
 
 
 def is_ordered(spec: EnvSpec) -> bool:
-    """True when the first alternative that can be had is taken, whatever it costs."""
+    """True when the first available alternative is used, regardless of its cost."""
     fallback = any(item.cpu_fallback for item in spec.resources.alternatives)
     return spec.resources.is_ordered or fallback
 

@@ -1,4 +1,4 @@
-"""What clouds answer when there is none to be had, and for how long that is believed."""
+"""Errors that clouds return when no capacity is available, and how long they are assumed to apply."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from envscaler_airflow.planning.record import Record, check_finite
 Scope = Literal["offer", "family", "region"]
 
 Refusals = Mapping[str, tuple[Literal["capacity", "quota"], Scope]]
-"""Error codes of clouds by what they mean and how far they reach."""
+"""Error codes of clouds, with their meaning and scope."""
 
 _UNSCHEDULABLE = re.compile(r"Insufficient (nvidia\.com|amd\.com)/[\w-]+|Insufficient (cpu|memory)\b")
 
 FIRST_S = 600.0
-"""How long the first "none to be had" is believed. Chosen: capacity comes back within minutes to hours."""
+"""How long the first stock-out applies. Chosen: capacity comes back within minutes to hours."""
 LONGEST_S = 4 * 3600.0
-"""How long one of many in a row is believed at most. Chosen."""
+"""Upper limit of the doubling after repeated stock-outs. Chosen."""
 QUOTA_S = 6 * 3600.0
-"""How long a quota is believed: people must change it. Chosen: a working day asks twice."""
+"""How long a quota error applies: a person must raise the quota. Chosen: two attempts per working day."""
 
 
 @dataclass(frozen=True, slots=True)
 class StockOut(Record):
-    """A refusal that was met.
+    """A refusal by the provider.
 
     Attributes:
-        cloud, region, capacity: Of the offer.
+        cloud, region, capacity: From the offer.
         zone: "" for an offer of the whole region.
-        instance_type: Of the offer.
+        instance_type: From the offer.
         gpu: Its GPU; "" without.
-        code: What the cloud said.
+        code: The cloud's error code.
         kind: ``capacity`` or ``quota``.
         scope: ``offer``: this type and place; ``family``: types that begin with the same letters, in the
-            region; ``region``: all of this capacity type in the region.
-        at: When it was last met, seconds since the epoch by whoever met it.
-        times: In a row, without a start between them.
+            region; ``region``: everything of this capacity type in the region.
+        at: Time of the latest refusal, seconds since the epoch on the clock of the process that recorded it.
+        times: Consecutive refusals without a start between them.
     """
 
     cloud: str
@@ -55,21 +55,21 @@ class StockOut(Record):
     times: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse NaN."""
+        """Reject NaN."""
         check_finite(at=self.at)
 
     @property
     def lasts_s(self) -> float:
-        """Doubles with each time in a row, up to four hours; six for a quota."""
+        """Doubles with each consecutive refusal, up to four hours; six hours for a quota."""
         doubled: float = FIRST_S * 2.0 ** min(self.times - 1, 10)
         return QUOTA_S if self.kind == "quota" else min(LONGEST_S, doubled)
 
     def left_s(self, now: float) -> float:
-        """Seconds that it still counts, never more than it lasts, whatever the clock of who met it."""
+        """Seconds that it still applies, at most its full duration even if the recording clock was wrong."""
         return min(self.lasts_s, self.at + self.lasts_s - now)
 
     def excludes(self, offer: Offer, now: float) -> str | None:
-        """Why *offer* is passed over now; None when it is not."""
+        """Why *offer* is skipped now; None when it is not."""
         left = self.left_s(now)
         if left <= 0 or not self._is_about(offer):
             return None
@@ -89,7 +89,7 @@ class StockOut(Record):
 
 
 def _family(instance_type: str) -> str:
-    """``g`` of ``g5.xlarge``, ``a2`` of ``a2-highgpu-1g``: what quotas count together, roughly."""
+    """``g`` of ``g5.xlarge``, ``a2`` of ``a2-highgpu-1g``: roughly the family that a quota covers."""
     return re.split(r"[.\-]|(?<=[a-z])(?=\d)", instance_type.removeprefix("Standard_"), maxsplit=1)[
         0
     ].casefold()
@@ -98,10 +98,10 @@ def _family(instance_type: str) -> str:
 def classify(
     code: str, message: str, refusals: Refusals
 ) -> tuple[str, Literal["capacity", "quota"], Scope] | None:
-    """The code that was met, what it means and how far it reaches; None: it is about something else.
+    """The error code, its kind and its scope; None when the error is about something else.
 
-    Those of *refusals* are looked for in *code* and in *message*, where SDKs and events carry them; an
-    Unschedulable pod is known by its scheduler's words.
+    The codes of *refusals* are searched in *code* and in *message*, where SDKs and events contain them. An
+    Unschedulable pod is recognized by the scheduler's message.
     """
     for text in (code, message):
         for name, (kind, scope) in refusals.items():
@@ -120,7 +120,7 @@ def met(
     now: float,
     before: StockOut | None = None,
 ) -> StockOut | None:
-    """The stock-out that a refusal of *offer* is; None when it was refused for another reason."""
+    """The stock-out that a refusal of *offer* means; None when it was refused for another reason."""
     found = classify(code, message, refusals)
     if found is None:
         return None
@@ -141,5 +141,5 @@ def met(
 
 
 def against(offer: Offer, stockouts: Iterable[StockOut], now: float) -> str | None:
-    """The first reason among *stockouts* to pass over *offer*; None when there is none."""
+    """The first reason among *stockouts* to skip *offer*; None when there is none."""
     return next((text for item in stockouts if (text := item.excludes(offer, now)) is not None), None)

@@ -1,7 +1,7 @@
-"""Many offers in columns: what the planner searches.
+"""Many offers in columns, for the planner to search.
 
-An instance type is stored once, with its rows (place, prices) sorted by price,
-so that a search looks at few rows whatever the number of offers.
+An instance type is stored once, with its rows (place, prices) sorted by price, so that a search reads few
+rows even if there are many offers.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Any, NamedTuple
 from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 
 UNKNOWN = math.inf
-"""A price that is not known, in the columns: it sorts last and is never chosen for being low."""
+"""An unknown price in the columns: it sorts last and is never chosen as the lowest."""
 
 RISKS = ("", "<5%", "5-10%", "10-15%", "15-20%", ">20%")
-"""Ranges of AWS Spot Advisor: part of the instances of a type interrupted within a month; "" is unknown."""
+"""Ranges of AWS Spot Advisor: fraction of the instances of a type interrupted in a month; "" is unknown."""
 
 MONTH_H = 730.0
-"""Hours of a month."""
+"""Hours per month."""
 
 RATES_PER_HOUR: tuple[float | None, ...] = (
     None,
     *(-math.log1p(-part) / MONTH_H for part in (0.025, 0.075, 0.125, 0.175, 0.3)),
 )
-"""Interruptions an hour by index into :data:`RISKS`.
+"""Interruptions per hour by index into :data:`RISKS`.
 
-The middle of each range, taken as the chance that a machine is lost within a month, at a constant
-rate; 30 % for the open range. Chosen: Spot Advisor publishes no finer figure.
+The middle of each range, used as the probability that a machine is lost within a month, at a constant rate;
+30 % for the open range. Chosen: Spot Advisor publishes no finer figure.
 """
 
 ANY_RATE_PER_HOUR = 0.05
-"""Interruptions an hour of a spot offer of unknown risk. Chosen: one in 20 hours, which costs a stage
-with checkpoints a few percent, and a stage without them everything."""
+"""Interruptions per hour of a spot offer of unknown risk. Chosen: one in 20 hours, which costs a stage with
+checkpoints a few percent, and a stage without them everything."""
 
 
 class Kind(NamedTuple):
-    """One instance type of one cloud: what is the same at every place.
+    """One instance type of one cloud: the properties that are the same at every place.
 
     Attributes:
-        gpus: Below one for a part of a GPU, which no request for whole GPUs is met by.
+        gpus: Below one for a fraction of a GPU, which never meets a request for whole GPUs.
     """
 
     cloud: str
@@ -57,13 +57,13 @@ class Kind(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What else is published of an instance type; None is unknown.
+    """Other published properties of an instance type; None is unknown.
 
     Attributes:
-        network_gbps: Gbit/s that it always has, all network cards together.
-        network_peak_gbps: Gbit/s that it may have for a while.
-        local_disk_gb: Disks of its own, GB together; 0 without any.
-        processor: Maker and sustained clock: ``Intel, 3.1 GHz``.
+        network_gbps: Guaranteed Gbit/s, all network cards together.
+        network_peak_gbps: Gbit/s in bursts.
+        local_disk_gb: Local disks, GB together; 0 without any.
+        processor: Vendor and sustained clock: ``Intel, 3.1 GHz``.
         source: Where this is from, with the date.
     """
 
@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
     Attributes:
         usd, spot_usd: On-demand and spot price; None is unknown.
-        has_on_demand, has_spot: Can be had so there, whether or not its price is known.
+        has_on_demand, has_spot: Available as such, whether or not the price is known.
         risk: Index into :data:`RISKS`.
         source, spot_source: Where the prices are from, with date.
     """
@@ -104,14 +104,14 @@ class OfferTable:
         places: Distinct (cloud, region, zone), by number.
         sources: Distinct texts of where prices are from, by number.
         starts: First row of each kind, and the number of all rows at the end.
-        ends: End of the rows of each kind that can be had on demand; those of spot alone follow.
-        place, usd, spot_usd, risk, source, spot_source: Of each row, rows of a kind by on-demand
-            price (:data:`UNKNOWN` last), region and zone.
-        spot_rows: Rows that can be had as spot, those of a kind by spot price.
+        ends: End of the rows of each kind that are available on demand; spot-only rows follow.
+        place, usd, spot_usd, risk, source, spot_source: Of each row, rows of a kind by on-demand price
+            (:data:`UNKNOWN` last), region and zone.
+        spot_rows: Rows that are available as spot, those of a kind by spot price.
         spot_starts: As *starts*, into *spot_rows*.
-        label: What these prices are, said with each plan.
-        faults: Values that were refused while the table was made.
-        machines: Other facts by (cloud, instance type), of those that publish them.
+        label: Description of these prices, shown with each plan.
+        faults: Values that were rejected while the table was built.
+        machines: Other properties by (cloud, instance type), if published.
     """
 
     kinds: Sequence[Kind]
@@ -138,7 +138,7 @@ class OfferTable:
         return len(self.place)
 
     def rows_of(self, kind: int, capacity: CapacityType) -> Sequence[int]:
-        """Rows of *kind* that can be had as *capacity*, the cheapest first, unknown prices last."""
+        """Rows of *kind* that are available as *capacity*, the cheapest first, unknown prices last."""
         if capacity == "on-demand":
             return range(self.starts[kind], self.ends[kind])
         return self.spot_rows[self.spot_starts[kind] : self.spot_starts[kind + 1]]
@@ -152,7 +152,7 @@ class OfferTable:
         return self.spot_usd[self.spot_rows[first]] if first < self.spot_starts[kind + 1] else None
 
     def order(self, capacity: CapacityType) -> list[int]:
-        """Kinds that can be had as *capacity*, by least price."""
+        """Kinds that are available as *capacity*, by lowest price."""
         if capacity not in self._orders:
             least = [(self.least_usd(kind, capacity), kind) for kind in range(len(self.kinds))]
             self._orders[capacity] = [
@@ -161,7 +161,7 @@ class OfferTable:
         return self._orders[capacity]
 
     def of_gpu(self, name: str) -> list[int]:
-        """Kinds with at least one whole GPU of this name, in any case."""
+        """Kinds with at least one whole GPU of this name, ignoring case."""
         if not self._by_gpu:
             for number, kind in enumerate(self.kinds):
                 if kind.gpu_name is not None and kind.gpus >= 1:
@@ -192,11 +192,11 @@ class OfferTable:
         )
 
     def rate_per_hour(self, row: int) -> float | None:
-        """Interruptions an hour of the row as spot; None when unknown."""
+        """Interruptions per hour of the row as spot; None when unknown."""
         return RATES_PER_HOUR[self.risk[row]]
 
     def rates_of(self, allocation: Allocation) -> dict[str, float]:
-        """Interruptions an hour of one node of each spot part, by offer name; a chosen one where unknown."""
+        """Interruptions per hour per node of each spot part, by offer name; a chosen rate where unknown."""
         found = {}
         for part in allocation.parts:
             if part.offer.capacity_type == "spot":
@@ -205,7 +205,7 @@ class OfferTable:
         return found
 
     def range_of(self, offer: Offer) -> str | None:
-        """Range of :data:`RISKS` that a spot offer is interrupted in within a month; None is unknown."""
+        """Range of :data:`RISKS` for the interruptions of a spot offer within a month; None is unknown."""
         return RISKS[self._risk_of(offer)] or None if offer.capacity_type == "spot" else None
 
     def _risk_of(self, offer: Offer) -> int:
@@ -218,7 +218,7 @@ class OfferTable:
         return 0
 
     def offers(self) -> Iterator[Offer]:
-        """Every offer, slowly."""
+        """Every offer; slow."""
         for kind in range(len(self.kinds)):
             for capacity in CAPACITIES:
                 for row in self.rows_of(kind, capacity):
@@ -235,7 +235,7 @@ def build_table(
     faults: Iterable[str] = (),
     machines: Mapping[tuple[str, str], Machine] | None = None,
 ) -> OfferTable:
-    """Columns of *rows*; kinds go by cloud, type and GPU."""
+    """Build the columns of *rows*; kinds are identified by cloud, type and GPU."""
     columns = _Columns()
     kinds = sorted(rows, key=_kind_key)
     for kind in kinds:
@@ -261,7 +261,7 @@ def build_table(
 
 
 class _Columns:
-    """The columns of a table while it is made."""
+    """The columns of a table under construction."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, str, str], int] = {}
@@ -272,7 +272,7 @@ class _Columns:
         self.spot_rows, self.spot_starts = array("I"), array("I", [0])
 
     def add(self, cloud: str, ordered: Sequence[Row]) -> None:
-        """The rows of the next kind, in their order."""
+        """Add the rows of the next kind, in their order."""
         first, places, sources = len(self.place), self.places, self.sources
         for row in ordered:
             self.place.append(places.setdefault((cloud, row.region, row.zone), len(places)))
@@ -297,7 +297,7 @@ def _row_key(row: Row) -> tuple[bool, float, str, str]:
 
 
 def table_of(offers: Iterable[Offer], *, label: str = "") -> OfferTable:
-    """Columns of a list of offers: a cluster's nodes, machines of one's own, what a test makes up."""
+    """Columns of a list of offers: the nodes of a cluster, the user's own machines, or test data."""
     rows: dict[Kind, dict[tuple[str, str], Row]] = {}
     for offer in offers:
         kind = Kind(
@@ -323,7 +323,7 @@ def table_of(offers: Iterable[Offer], *, label: str = "") -> OfferTable:
 
 
 def joined(first: OfferTable, second: OfferTable) -> OfferTable:
-    """All offers of two tables, those of *second* after the others; label and faults are of both."""
+    """All offers of two tables, those of *second* after the others; label and faults are from both."""
     rows, places, sources = len(first), len(first.places), len(first.sources)
 
     def after(name: str, shift: int = 0) -> Any:

@@ -1,7 +1,7 @@
-"""How long one training step takes: computing, synchronising, and what of it is hidden.
+"""How long one training step takes: computation, synchronization, and how much they overlap.
 
-The form of Pollux. Its parameters are fitted to what runs measured, or told from datasheets by how much
-memory a job moves and how much it computes.
+The form is that of Pollux. Its parameters are fitted to measurements of runs, or derived from datasheets, by
+how much memory a job moves and how much it computes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import NamedTuple
 from envscaler_airflow.planning.record import Record, check_finite
 
 _LEAST_S = 1e-6
-"""Seconds below which parts of a step are not told apart. Chosen."""
+"""Seconds below which parts of a step are not distinguished. Chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Record):
     """Seconds of one step as a function of batch, GPUs and nodes.
 
-    ``compute = fixed_s + sample_s * local_batch``; ``sync`` is 0 on one GPU, else
-    ``local_s + local_each_s * (gpus - 2)`` within a node and ``spread_s + spread_each_s * (gpus - 2)``
-    over several; ``step = (compute^overlap + sync^overlap)^(1/overlap)``: overlap 1 hides nothing.
+    ``compute = fixed_s + sample_s * local_batch``; ``sync`` is 0 on one GPU, otherwise ``local_s +
+    local_each_s * (gpus - 2)`` within a node and ``spread_s + spread_each_s * (gpus - 2)`` over several;
+    ``step = (compute^overlap + sync^overlap)^(1/overlap)``: with overlap 1, nothing is hidden.
 
     Source:
         A. Qiao et al., Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning,
@@ -39,7 +39,7 @@ class Step(Record):
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse NaN, negative seconds and an overlap that would shorten a step below its parts."""
+        """Reject NaN, negative seconds and an overlap that would make a step shorter than its parts."""
         check_finite(
             fixed_s=self.fixed_s,
             sample_s=self.sample_s,
@@ -54,11 +54,11 @@ class Step(Record):
             raise ValueError("a step takes time: fixed_s or sample_s must be > 0")
 
     def compute_s(self, local_batch: float) -> float:
-        """Seconds of forward and backward pass."""
+        """Seconds of the forward and backward pass."""
         return self.fixed_s + self.sample_s * local_batch
 
     def sync_s(self, gpus: int, nodes: int = 1) -> float:
-        """Seconds of exchanging gradients, if nothing of it were hidden."""
+        """Seconds to synchronize gradients without overlap."""
         if gpus <= 1:
             return 0.0
         first, each = (self.local_s, self.local_each_s) if nodes <= 1 else (self.spread_s, self.spread_each_s)
@@ -84,7 +84,7 @@ class Timing(NamedTuple):
 
 
 def fit_step(timings: Sequence[Timing], prior: Step, *, trust: float = 0.02) -> Step:
-    """The step of least squares of relative errors to *timings*, held near *prior* where they say nothing.
+    """Fit a step to *timings* by least squares of relative errors, with *prior* filling the gaps.
 
     Args:
         timings: At least one.
@@ -93,7 +93,7 @@ def fit_step(timings: Sequence[Timing], prior: Step, *, trust: float = 0.02) -> 
         trust: Weight of the prior, > 0.
 
     Raises:
-        ValueError: No timings, or one that is no time.
+        ValueError: No timings, or an invalid one.
     """
     if not timings:
         raise ValueError("timings: none given")
@@ -123,7 +123,7 @@ def _numbers(step: Step) -> list[float]:
 
 def _step(point: Sequence[float], prior: Step) -> Step:
     values = {name: math.exp(min(number, 20.0)) for name, number in zip(_FITTED, point, strict=False)}
-    # What the prior says is nothing stays nothing, unless it was moved away from it.
+    # A part that is zero in the prior stays zero unless the fit moved it.
     for name, value in values.items():
         if getattr(prior, name) == 0 and value <= 2 * _LEAST_S:
             values[name] = 0.0
@@ -154,7 +154,7 @@ def minimise(
 def _next(
     function: Callable[[list[float]], float], simplex: list[tuple[float, list[float]]]
 ) -> tuple[float, list[float]]:
-    """What the worst point becomes: reflected, farther, or nearer; the best one's neighbour when all fail."""
+    """Where the worst point moves: reflected, farther, or nearer; if all fail, towards the best point."""
     worst = simplex[-1]
     count = len(simplex) - 1
     centre = [sum(point[at] for _, point in simplex[:-1]) / count for at in range(count)]
@@ -183,7 +183,7 @@ class Gpu(Record):
     Attributes:
         name: Canonical.
         memory_gb: Nominal.
-        bandwidth_gb_s: Of its memory.
+        bandwidth_gb_s: Memory bandwidth.
         tflops: Dense, by precision: ``fp32``, ``tf32``, ``fp16`` (BF16 is the same), ``fp8``.
         link_gb_s: Between GPUs of one node, both directions together.
         has_direct_link: NVLink, NVSwitch or Infinity Fabric, not PCIe.
@@ -199,9 +199,10 @@ class Gpu(Record):
     source: str = ""
 
     def peak_tflops(self, precision: str) -> float | None:
-        """At *precision*, or at the next one that it has and that is as exact; None when none is known.
+        """Peak at *precision*, or at the next available one that is as exact; None when none is known.
 
-        A GPU without TF32 computes such jobs in FP32, one without FP8 in FP16, and that in FP32 if need be.
+        A GPU without TF32 runs such jobs in FP32. One without FP8 uses FP16, or FP32 if it has no FP16
+        either.
         """
         order = {"fp8": ("fp8", "fp16", "fp32"), "fp16": ("fp16", "fp32"), "tf32": ("tf32", "fp32")}
         for name in order.get("fp16" if precision == "bf16" else precision, ("fp32",)):
@@ -213,11 +214,11 @@ class Gpu(Record):
 def moved(
     step: Step, *, before: Gpu, after: Gpu, flops: float, moved_bytes: float, precision: str
 ) -> Step | None:
-    """The *step* measured on one GPU as it would be on another; None when a datasheet lacks the precision.
+    """Predict a *step* measured on one GPU for another; None when a datasheet lacks the precision.
 
-    Samples scale by the roofline, the larger of compute and memory time, each at the same share of its
-    peak on both; the fixed part, which is the host's, by the square root of that (chosen: between a host
-    that does not change and one that keeps pace); synchronisation within a node by that of its link.
+    Samples scale by the roofline, the larger of compute and memory time, with the same share of the peak on
+    both GPUs. The fixed part is the host's and scales by the square root of that (chosen: between a host that
+    does not change and one that keeps pace). Synchronization within a node scales by that of its link.
     """
     old = roofline_s(before, flops=flops, moved_bytes=moved_bytes, precision=precision)
     new = roofline_s(after, flops=flops, moved_bytes=moved_bytes, precision=precision)
@@ -234,7 +235,7 @@ def moved(
 
 
 REACHED = 0.45
-"""Share of the peak that matrix code reaches. Chosen: large language models train at 0.3 to 0.6."""
+"""Fraction of the peak that matrix code reaches. Chosen: large language models train at 0.3 to 0.6."""
 
 
 def roofline_s(gpu: Gpu, *, flops: float, moved_bytes: float, precision: str) -> float | None:

@@ -1,8 +1,8 @@
-"""Whether a running stage should move, from facts alone.
+"""Decide from recorded facts whether a running stage should move.
 
-``decide(observation, policy)`` serves the live sensor, the owner's validation, ``explain``
-and the simulator. No clock, network, log or random: the same observation under the same
-policy gives the same decision.
+``decide(observation, policy)`` serves the live sensor, the owner's validation, ``explain`` and the simulator.
+It uses no clock, network, log or random numbers: the same observation under the same policy gives the same
+decision.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def decide(
 ) -> Decision:
     """Keep, move, or recommend a move.
 
-    The policy proposes; the guards hold back; a move must have been wanted for the
-    stabilization window without a break. The first proposal that passes all is taken. What
-    is urgent waits for no window, cool-down or epoch.
+    The policy proposes moves, and the guards may block them. A move must have been wanted without a break for
+    the stabilization window. The first proposal that passes every check is taken. Urgent moves skip the
+    window, the cooldown and the epochs between moves.
 
     Args:
         observation: What the check saw.
         policy: The stage's settings.
-        policies: By name; None: all that are installed, without the tables of a run.
+        policies: By name; None: all installed policies, without the tables of a run.
 
     Raises:
         ValueError: No policy of that name.
@@ -95,18 +95,18 @@ def validate(
     is_forced: bool = False,
     policies: Mapping[str, ScalingPolicy] | None = None,
 ) -> Decision:
-    """Judge a requested move to *target* on fresh facts, before the owner accepts it.
+    """Check a requested move to *target* against fresh facts, before the owner accepts it.
 
-    The same code as :func:`decide` with *target* as the only candidate. The stabilization
-    window was waited for before the request, so it is not asked again; ``pending`` must not
-    name the request that is judged.
+    This is the same code as :func:`decide` with *target* as the only candidate. The stabilization window
+    passed before the request, so it is not checked again; ``pending`` must not name the request under
+    validation.
 
     Args:
         observation: Fresh facts.
         policy: The stage's policy; with ``recommend_only`` the answer is never ``move``.
-        target: What the request asks for.
-        is_forced: A person asked: the policy's opinion is not wanted, the guards stand,
-            and cool-down, epochs and the count of moves do not bind a person.
+        target: Requested allocation.
+        is_forced: A person requested the move: the policy is not consulted and the guards apply, except for
+            cooldown, epochs between moves and the maximum number of moves.
         policies: As for :func:`decide`.
     """
     fresh = replace(observation, candidates=(target,))
@@ -121,12 +121,12 @@ def validate(
 
 
 def unbound(policy: Policy) -> Policy:
-    """*policy* without waiting: no cool-down, epochs between moves, count of moves or stabilization."""
+    """*policy* without limits on timing: no cooldown, epochs between moves, maximum or stabilization."""
     return replace(policy, cooldown_s=0.0, min_epochs_between=0, max_moves=None, stabilization_s=0.0)
 
 
 def replay(check: Check, *, policies: Mapping[str, ScalingPolicy] | None = None) -> Decision:
-    """Decide a recorded check again; equal to ``check.decision`` under the same version."""
+    """Repeat the decision of a recorded check; equal to ``check.decision`` under the same version."""
     return decide(check.observation, check.policy, policies=policies)
 
 

@@ -1,4 +1,4 @@
-"""Cost to finish: stay or move, whichever finishes the work left at the least objective."""
+"""Cost to finish: stay or move, by which one finishes the remaining work at the lower objective."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from envscaler_airflow.scaling.outlook import Outlook, outlook
 def cost_to_finish(observation: Observation, policy: Policy) -> Proposal:
     """Propose every allocation whose objective beats staying by the tolerance, best first.
 
-    The objective is expected cost + value_of_hour x expected time over the work left, the
-    move's overhead inside. An allocation not yet seen has its stated speed, and its
-    uncertainty costs expected time; once the stage has been there, what was measured
-    stands instead, so that a wrong statement leads back. Equal ones go by time, then by name.
+    The objective is expected cost + value_of_hour x expected time over the work left, including the move's
+    overhead. An allocation that the stage has not used has its stated speed, whose uncertainty adds expected
+    time. Once the stage has run there, the measured speed replaces it, so that a wrong statement is corrected
+    by moving back. Ties are resolved by time, then by name.
 
-    With a deadline that staying would miss (90th percentile), allocations that keep it come
-    first, and the tolerance is not asked of them.
+    If staying would miss a deadline (90th percentile), allocations that meet it come first, and they need not
+    reach the tolerance.
     """
     view = outlook(observation, policy)
     if view.staying is None:

@@ -1,4 +1,4 @@
-"""Rules of a stage, what a policy proposes, and what was decided."""
+"""A stage's scaling settings, a policy's proposals, and the decisions."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ Action = Literal["keep", "move", "recommend"]
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule(Record):
-    """Scale out above and in below a metric, or hold it near a target.
+    """Scale out above and in below a metric, or keep it near a target.
 
     Attributes:
-        metric: ``gpu_utilization``, ``cpu_utilization``, ``memory_utilization`` (percent), or a name
-            or shell pattern of what nodes report; all that match on a node are averaged.
+        metric: ``gpu_utilization``, ``cpu_utilization``, ``memory_utilization`` (percent), or a name or shell
+            pattern of metrics that nodes report; all matches on a node are averaged.
         above: Scale out above this; None: never out.
         below: Scale in below this; None: never in.
-        target: Hold the metric here instead, with ``nodes * value / target`` nodes (HPA's rule);
-            within the policy's tolerance of it nothing is done. *above*, *below* and *step* are
-            not looked at.
-        samples: Checks in a row that must agree.
-        for_s: Seconds that they must span besides; 0: the count alone.
+        target: Keep the metric here instead, with ``nodes * value / target`` nodes (HPA's rule). Nothing
+            changes within the policy's tolerance. *above*, *below* and *step* are ignored.
+        samples: Consecutive checks that must agree.
+        for_s: Minimum seconds that these checks must span; 0: only the count matters.
         step: Nodes added above and removed below; negative for a metric that falls with the load.
-        across: How nodes are put together; ``p90`` is the 90th percentile of the nodes.
-        ahead_s: The metric must also be past the bound so many seconds from now, by a straight line
+        across: How nodes are aggregated; ``p90`` is the 90th percentile of the nodes.
+        ahead_s: The metric must also be past the bound this many seconds from now, extrapolated linearly
             through the checks that agree; 0: only now.
-        query: Asked of Prometheus for the metric; None: nodes report it themselves.
+        query: Prometheus query for the metric; None: nodes report it.
 
     Source:
-        Defaults 80, 40 and 3 are chosen: a busy GPU stays above 80 %, and two nodes at 40 % fit into one
-        with room to spare. The dead band between them is hysteresis.
+        Defaults 80, 40 and 3 are chosen: a busy GPU stays above 80 %, and the load of two nodes at 40 % fits
+        on one with a margin. The dead band between them is hysteresis.
         HPA's rule: kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale.
     """
 
@@ -58,7 +57,7 @@ class ThresholdRule(Record):
 
     @property
     def sampled_as(self) -> str:
-        """Name of its samples: a query's is none that a node could report."""
+        """Name of its samples; for a query, a name that no node can report."""
         return self.metric if self.query is None else f"{self.across} of {self.query}"
 
     @property
@@ -67,7 +66,7 @@ class ThresholdRule(Record):
         return Metric(self.sampled_as, self.query, self.across)
 
     def __post_init__(self) -> None:
-        """Refuse a rule that would scale in and out at the same value."""
+        """Reject a rule that would scale in and out at the same value."""
         check_finite(above=self.above, below=self.below, for_s=self.for_s, ahead_s=self.ahead_s)
         if self.target is not None and not 0 < self.target < math.inf:
             raise ValueError(f"target must be finite and > 0, got {self.target!r}")
@@ -79,12 +78,12 @@ class ThresholdRule(Record):
 
 @dataclass(frozen=True, slots=True)
 class PhaseNeed(Record):
-    """What one phase of a training needs.
+    """The needs of one phase of a training.
 
     Attributes:
         phase: Its name.
-        nodes: Exactly so many; None: any.
-        gpu_memory_gb: Least nominal memory of one GPU; None: any.
+        nodes: Exact number of nodes; None: any.
+        gpu_memory_gb: Minimum nominal memory of one GPU; None: any.
     """
 
     phase: str
@@ -92,7 +91,7 @@ class PhaseNeed(Record):
     gpu_memory_gb: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a phase that needs nothing, or less than a node."""
+        """Reject a phase without needs, or with less than one node."""
         check_finite(gpu_memory_gb=self.gpu_memory_gb)
         if self.nodes is None and self.gpu_memory_gb is None:
             raise ValueError(f"phase {self.phase!r} needs nodes or gpu_memory_gb")
@@ -102,31 +101,30 @@ class PhaseNeed(Record):
 
 @dataclass(frozen=True, slots=True)
 class Policy(Record):
-    """How a stage may be scaled: the spec's ``scaling`` block with numbers for words.
+    """How a stage may be scaled: the spec's ``scaling`` section with durations and defaults as numbers.
 
     Attributes:
-        name: Of the :class:`ScalingPolicy` that proposes: ``cost-to-finish``, ``threshold``, ...
-        min_nodes, max_nodes: Never fewer, never more.
+        name: Name of the :class:`ScalingPolicy` that proposes: ``cost-to-finish``, ``threshold``, ...
+        min_nodes, max_nodes: Limits of the number of nodes.
         value_of_hour: USD that an hour of waiting is worth.
-        tolerance: Part of the cost of staying that a move must save. HPA's tolerance, 0.1 by
-            default: KEP-4951, kubernetes/enhancements.
-        stabilization_s: Seconds that a move must have been wanted without a break. Chosen: four
-            checks of the sensor's default interval.
-        cooldown_s: Seconds between moves. Chosen: an hour, many times what a move takes.
-        min_epochs_between: Epochs between moves. Chosen: one, so that a move is judged on
-            a whole epoch.
-        warmup_s: Seconds that a speed must have been measured before it counts. Chosen: longer
-            than the slow first steps of most trainings.
-        min_speed: Part of the speed of the fastest place known that every move must keep; 0: any.
+        tolerance: Fraction of the cost of staying that a move must save. HPA's tolerance, 0.1 by default:
+            KEP-4951, kubernetes/enhancements.
+        stabilization_s: Seconds that a move must have been wanted without a break. Chosen: four checks of the
+            sensor's default interval.
+        cooldown_s: Seconds between moves. Chosen: an hour, many times the duration of a move.
+        min_epochs_between: Epochs between moves. Chosen: one, so that a move is judged on a whole epoch.
+        warmup_s: Seconds that a speed must have been measured before it counts. Chosen: longer than the slow
+            first steps of most trainings.
+        min_speed: Fraction of the speed of the fastest known allocation that every move must keep; 0: any.
         max_moves: Moves in a generation; None: no limit.
-        model_parallel: GPUs (without any: nodes) that hold one copy of the model; only whole groups
-            are added or removed.
-        recommend_only: Say what would be done, and do not do it.
-        rules: Of the threshold policy.
-        match: ``any``: one rule is enough to scale out, as HPA has it; ``all``: every rule for that
-            direction must ask for it.
-        phases: Of the phase policy.
-        memory_cap_gib: Most memory that a node may have (``resources.limits.memory``); None: no limit.
+        model_parallel: GPUs (or nodes, without GPUs) per copy of the model; only complete groups are added or
+            removed.
+        recommend_only: Report moves without making them.
+        rules: Rules of the threshold policy.
+        match: ``any``: one rule is enough to scale out, as in HPA; ``all``: every rule for that direction
+            must agree.
+        phases: Needs for the phase policy.
+        memory_cap_gib: Maximum memory of a node (``resources.limits.memory``); None: no limit.
     """
 
     name: str = "cost-to-finish"
@@ -148,7 +146,7 @@ class Policy(Record):
     memory_cap_gib: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse NaN, an empty range of nodes and a tolerance that nothing can meet."""
+        """Reject NaN, an empty range of nodes and a tolerance that nothing can meet."""
         check_finite(
             value_of_hour=self.value_of_hour,
             stabilization_s=self.stabilization_s,
@@ -174,10 +172,10 @@ class Want(Record):
 
     Attributes:
         target: Where to.
-        reason: Why, for people.
-        staying, moving: What finishing takes in both cases; None when it cannot be told.
-        is_urgent: Later would be too late: cool-down, epochs between moves, their number and the
-            stabilization window do not hold it back. Every other guard does.
+        reason: Why; human-readable.
+        staying, moving: Time and cost to finish in both cases; None when unknown.
+        is_urgent: Waiting would be too late: cooldown, epochs between moves, maximum number of moves and
+            stabilization window do not apply. Every other guard does.
     """
 
     target: Allocation
@@ -189,12 +187,12 @@ class Want(Record):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a policy says, before the guards: moves it wants, best first, or why none.
+    """A policy's answer before the guards: the moves that it wants, best first, or why it wants none.
 
     Attributes:
         wants: Best first; empty: keep.
         reason: Why none is wanted.
-        numbers: Everything it looked at, JSON.
+        numbers: All of the policy's inputs and results, JSON.
     """
 
     wants: tuple[Want, ...] = ()
@@ -204,13 +202,13 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """What is known at the start of an attempt, for what a policy prepares.
+    """Facts at the start of an attempt, from which a policy prepares its files.
 
     Attributes:
         allocation: What the attempt starts on.
-        start_s: Seconds that a start takes.
+        start_s: Duration of a start in seconds.
         deadline_left_s: Seconds to the deadline, below 0 when it has passed; None: there is none.
-        offers: Asks the backend for its offers; raises a BackendError.
+        offers: Requests the backend's offers; raises a BackendError.
         present: Reads what the present table was built for; None: there is no table.
         earlier: Reads the checks of earlier runs of the stage, each with its run's name, newest run first.
     """
@@ -229,7 +227,7 @@ class Prepared:
 
     Attributes:
         files: Bytes by file name; the owner writes them, in this order, to the run's folder ``tables/``.
-        reason: Why something that the policy could use is missing; the owner logs it. "" when nothing is.
+        reason: Why an optional input of the policy is missing; the owner logs it. "" when nothing is missing.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -239,11 +237,12 @@ class Prepared:
 def table_files(policy: str, data: bytes, built_for: Mapping[str, Any]) -> Prepared:
     """A table, and the file that names it as the present one of *policy*.
 
-    A check records the name, which holds the hash of *data*, so that it can be decided again by that table.
+    A check records the table's name, which contains the hash of *data*, so that the decision can be repeated
+    with the same table.
 
     Args:
         policy: Name of the policy.
-        data: Of the table.
+        data: Content of the table.
         built_for: JSON, for ``StartFacts.present`` of later starts.
     """
     name = table_name(policy, data)
@@ -252,12 +251,12 @@ def table_files(policy: str, data: bytes, built_for: Mapping[str, Any]) -> Prepa
 
 
 def table_name(policy: str, data: bytes) -> str:
-    """File name of a table of *policy*, by its content."""
+    """File name of a table of *policy*, derived from its content."""
     return f"{policy}-{hashlib.sha256(data).hexdigest()[:16]}.bin"
 
 
 Propose = Callable[[Observation, Policy], Proposal]
-"""Pure: the same facts and settings give the same proposal."""
+"""A pure function: the same facts and settings give the same proposal."""
 Prepare = Callable[[Policy, StartFacts], Prepared]
 """Reads facts and builds bytes; the owner stores them."""
 
@@ -268,25 +267,26 @@ def _nothing(_settings: Policy, _facts: StartFacts) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPolicy:
-    """A policy: what it needs of each check, what it prepares, and what it proposes.
+    """A policy: which metrics it needs at each check, what it prepares, and what it proposes.
 
-    An entry point of the group ``envscaler_airflow.policies`` brings it, ours and those of other packages
-    alike; ``scaling.policy`` names it. :class:`Policy` has the stage's settings for it.
+    Each policy is an entry point of the group ``envscaler_airflow.policies``, whether it is built in or from
+    another package; ``scaling.policy`` names it. :class:`Policy` contains the stage's settings for it.
 
     Attributes:
-        name: As the entry point.
-        propose: Moves that it wants, best first, or why none. The guards stand around it.
-        metrics: Metrics of its own that each check carries, besides those of the spec's rules.
-        window_s, window_checks: How far back it looks at them, the longer of both. Two checks by default
+        name: Name of the entry point.
+        propose: Returns the moves that it wants, best first, or why it wants none. The guards check them.
+        metrics: Additional metrics of each check, besides those of the spec's rules.
+        window_s, window_checks: How far back the policy reads them, the longer of both. Two checks by default
             (chosen), so that a late sample does not empty the window.
-        prepare: Builds, once at each start of an attempt, what it looks up later; by default nothing.
-        with_table: From the bytes of a table that :func:`table_files` named, what proposes in place of
-            *propose* once the table is there; raises ValueError or ProtocolError for bytes that are no table.
-        changes_in_place: True when the running attempt gets more CPU and memory of the same nodes, where the
-            backend can; else a move is a next attempt.
-        simulated: What stands for it in ``envscaler simulate spot`` or ``elastic``: a class with ``begin``
+        prepare: Builds lookup data once at each start of an attempt; by default nothing.
+        with_table: Takes the bytes of a table that :func:`table_files` named and returns the function that
+            replaces *propose* once the table is there; raises ValueError or ProtocolError for invalid bytes.
+        changes_in_place: True when the running attempt gets more CPU and memory on the same nodes, if the
+            backend can do that; otherwise a move starts the next attempt.
+        simulated: Represents the policy in ``envscaler simulate spot`` or ``elastic``: a class with ``begin``
             and ``choose``; None: it cannot be simulated there.
-        origin: Set by the registry: ``module:object`` of another package, whose code is guarded; "" for ours.
+        origin: Set by the registry: ``module:object`` of another package, whose code is guarded; "" for
+            built-in policies.
     """
 
     name: str
@@ -301,7 +301,7 @@ class ScalingPolicy:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse NaN, and metrics of another type."""
+        """Reject NaN, and metrics of another type."""
         check_finite(window_s=self.window_s, window_checks=self.window_checks)
         if not all(isinstance(metric, Metric) for metric in self.metrics):
             raise ValueError(
@@ -309,13 +309,13 @@ class ScalingPolicy:
             )
 
     def needs(self, settings: Policy) -> tuple[Metric, ...]:
-        """Metrics that a check carries: its own, and those of the rules of *settings*."""
+        """Metrics that a check contains: the policy's own, and those of the rules of *settings*."""
         return (*self.metrics, *(rule.needed for rule in settings.rules))
 
     def looks_back_s(self, settings: Policy, *, interval_s: float) -> float:
-        """Seconds of samples that a check carries when they come every *interval_s* seconds.
+        """Seconds of samples that a check contains when samples arrive every *interval_s* seconds.
 
-        Twice what the rules of *settings* need, so that a late sample does not empty the window.
+        This is twice what the rules of *settings* need, so that a late sample does not empty the window.
         """
         rules = [2 * max(rule.for_s, rule.samples * interval_s) for rule in settings.rules]
         return max(self.window_s, self.window_checks * interval_s, *rules)
@@ -328,10 +328,10 @@ class Decision(Record):
     Attributes:
         action: ``keep``, ``move``, or ``recommend`` for a move in recommend-only mode.
         target: Where to; the current allocation for ``keep``.
-        reason: Shown to the user as it is.
+        reason: Shown to the user unchanged.
         policy: Name of the policy.
         numbers: What the policy computed, JSON.
-        wanted: Since when each wanted allocation has been wanted; goes into the next observation.
+        wanted: Since when each wanted allocation has been wanted; input of the next observation.
     """
 
     action: Action
@@ -344,9 +344,9 @@ class Decision(Record):
 
 @dataclass(frozen=True, slots=True)
 class Check(Record):
-    """One recorded check: what was seen, under which policy, and what was decided.
+    """One recorded check: the observation, the policy, and the decision.
 
-    It is a line of ``decisions/``, and enough to decide again.
+    It is a line of ``decisions/``, and enough to repeat the decision.
     """
 
     observation: Observation
@@ -356,14 +356,14 @@ class Check(Record):
 
 @dataclass(frozen=True, slots=True)
 class Memory(Record):
-    """What an observer carries from check to check: a fold of the recorded checks.
+    """State that an observer keeps between checks: a fold of the recorded checks.
 
     Attributes:
-        elapsed_s: Of the last check; a restarted observer goes on from here.
+        elapsed_s: Of the last check; a restarted observer continues from here.
         generation: Of the last check.
-        wanted: As the last decision left it.
+        wanted: From the last decision.
         speeds: Last measured speed of each allocation in this generation.
-        unit: What work was counted in when it was last told; speeds in another one are forgotten.
+        unit: Last known unit of work; speeds in another unit are dropped.
     """
 
     elapsed_s: float = 0.0
@@ -374,7 +374,7 @@ class Memory(Record):
     unit: str = ""
 
     def after(self, check: Check) -> Memory:
-        """Memory once *check* is recorded; a new generation begins with none of the old."""
+        """The memory after *check* is recorded; a new generation starts with an empty one."""
         seen = check.observation
         unit = self.unit if seen.units_done is None else seen.unit
         is_same = seen.generation == self.generation and self.unit in ("", unit)

@@ -1,4 +1,4 @@
-"""A recorded check in words."""
+"""A human-readable text for a recorded check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envscaler_airflow.scaling.observation import Observation
 
 
 def explain(check: Check) -> str:
-    """What was decided, why, and the numbers behind it, a line each; for people."""
+    """The decision, the reason, and the numbers behind it, one per line; human-readable."""
     seen, decision = check.observation, check.decision
     verb = {"keep": "keep", "move": "move to", "recommend": "would move to"}[decision.action]
     lines = [f"{verb} {decision.target.name}: {decision.reason}"]
@@ -27,13 +27,13 @@ def explain(check: Check) -> str:
         lines.append(f"  spent {spent} of {usd_text(seen.budget_usd)}")
     try:
         lines += _in_words(decision.numbers, seen)
-    except (AttributeError, KeyError, TypeError, ValueError):  # of another package, or another version
+    except (AttributeError, KeyError, TypeError, ValueError):  # from another package or version
         lines += [f"  {name}: {value}" for name, value in sorted(decision.numbers.items()) if _is_one(value)]
     return "\n".join(lines)
 
 
 def _in_words(numbers: Mapping[str, Any], seen: Observation) -> list[str]:
-    """What a policy of ours computed, and the single numbers of one of another package."""
+    """The numbers of a built-in policy as text, and the single values of a policy of another package."""
     lines = []
     staying = numbers.get("staying")
     if isinstance(staying, Mapping):
@@ -54,11 +54,11 @@ _TOLD = frozenset(
         *("time_to_out_of_memory_s", "memory_gib", "vcpus", "asked_memory_gib", "asked_vcpus"),
     }
 )
-"""Numbers of our own policies: told in words above, or in the reason."""
+"""Numbers of built-in policies that the text above or the reason already contains."""
 
 
 def _is_one(value: object) -> bool:
-    """True for what fits on a line."""
+    """True for a value that fits on a line."""
     return isinstance(value, str | int | float)
 
 

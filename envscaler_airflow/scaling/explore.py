@@ -1,9 +1,9 @@
-"""How fast a training would be where it has not been, and whether that is worth a probe.
+"""How fast a training would be on an allocation that it has not used, and whether a probe is worth it.
 
-A step is compute, which grows with the batch of one GPU, and synchronisation, which depends on
-where the GPUs are. The logarithm of the latter, relative to the first step's compute, is a
-Gaussian process over GPU type, count and nodes, conditioned on what was measured. Progress a
-second follows from the best batch, given the gradient noise.
+A step consists of compute, which grows with the batch of one GPU, and synchronization, which depends on where
+the GPUs are. The logarithm of the synchronization, relative to the first step's compute, is a Gaussian
+process over GPU type, count and nodes, conditioned on the measurements. Progress per second follows from the
+best batch, given the gradient noise.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from envscaler_airflow.planning.record import Record
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """What a training may run on, as far as its speed goes.
+    """The properties of an allocation that determine a training's speed.
 
     Attributes:
         gpu: Type.
-        nodes, gpus: In all.
+        nodes, gpus: In total.
     """
 
     gpu: str
@@ -31,18 +31,19 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Prior(Record):
-    """What is believed before anything was measured. Chosen, near the moments of the measured trainings.
+    """Prior before any measurement. Chosen, near the moments of the measured trainings.
 
     Attributes:
-        sync: Logarithm of synchronisation over the compute of the first step, two GPUs of a node.
-        sync_stdev: Of it.
+        sync: Logarithm of synchronization over the compute of the first step, two GPUs of a node.
+        sync_stdev: Standard deviation of *sync*.
         per_doubling, per_doubling_stdev: Added with each doubling of GPUs.
         across_nodes, across_nodes_stdev: Added as soon as there are two nodes.
-        local_stdev: Of one count against its neighbours.
+        local_stdev: Deviation of one count from its neighbors.
         alike: Correlation between types.
-        type_stdev: Of the logarithm of another type's speed, against what its memory bandwidth tells.
-        noise: Of the logarithm of a measured synchronisation.
-        fixed_share: Part of the first step's compute that does not grow with the batch.
+        type_stdev: Deviation of the logarithm of another type's speed from what its memory bandwidth
+            predicts.
+        noise: Deviation of the logarithm of a measured synchronization.
+        fixed_share: Fraction of the first step's compute that does not grow with the batch.
     """
 
     sync: float = -1.0
@@ -60,13 +61,13 @@ class Prior(Record):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A configuration that the training was on.
+    """A measurement of one shape.
 
     Attributes:
         batch: Global batch.
         step_s: Mean seconds of a step.
-        sync_s: Of these, synchronisation that is not hidden.
-        noise_scale: Gradient noise (variance over square) then; None: not reported.
+        sync_s: The part of it that is synchronization not hidden behind compute.
+        noise_scale: Gradient noise (variance over square) at that time; None: not reported.
     """
 
     batch: int
@@ -86,25 +87,24 @@ def gain(batch: float, init_batch: float, noise_scale: float | None) -> float:
 
 
 GROWS = 1.6
-"""Gradient noise grows while a training runs; over what is left it is expected to be so many times the noise
-now. Chosen; direction and size: McCandlish et al., An Empirical Model of Large-Batch Training, 2018,
-section 4."""
+"""Gradient noise grows during training; this is its expected factor over the remaining work, relative to now.
+Chosen; direction and size: McCandlish et al., An Empirical Model of Large-Batch Training, 2018, section 4."""
 
 
 def foreseen(noise_scale: float | None) -> float | None:
-    """Noise scale to expect over the work left, from the one now."""
+    """Expected noise scale over the remaining work, from the current one."""
     return None if noise_scale is None else GROWS * noise_scale
 
 
 ROOM = 4.0
-"""Batches of one GPU are believed to fit up to this many times the largest that was seen, until one was seen
-that the noise asks to exceed: at first it asks for small ones. Chosen."""
+"""Factor above the largest batch seen on one GPU up to which batches are assumed to fit, until the noise
+calls for more than a batch that was seen: at first it calls for small ones. Chosen."""
 LARGER = 1.05
-"""A batch twice as large that would be faster by this factor and is not run does not fit. Chosen."""
+"""If a batch twice as large would be faster by this factor and is not used, it does not fit. Chosen."""
 SHORT_RESTARTS = 100.0
-"""With less than so many restarts' time left a job is short, and steps are taken at once. Chosen."""
+"""A job with less time left than this many restarts is short, and steps are taken at once. Chosen."""
 UNSURE = 0.05
-"""Part of a step that its noise and the model of compute may explain. Chosen."""
+"""Fraction of a step that its noise and the model of compute may explain. Chosen."""
 
 
 @dataclass(slots=True)
@@ -113,10 +113,10 @@ class Learner:
 
     Attributes:
         init_batch, max_batch: Bounds of the global batch; equal for a fixed one.
-        speeds: Speed of one GPU by type, in any unit, from data sheets.
+        speeds: Speed of one GPU by type, in any unit, from datasheets.
         memory: Memory of one GPU by type, in any unit.
-        prior: Beliefs.
-        seen: Where the training was, and the newest measurement there.
+        prior: The prior.
+        seen: The shapes that the training used, each with its newest measurement.
     """
 
     init_batch: int
@@ -136,10 +136,10 @@ class Learner:
     _factor: list[list[float]] = field(default_factory=list)
 
     def learn(self, shape: Shape, measured: Measured) -> None:
-        """Take what was measured on *shape*; the newest stands.
+        """Add a measurement on *shape*; the newest one of a shape replaces earlier ones.
 
-        The compute of a type is that of the first place on it, or of a faster one; what other places
-        take longer counts as synchronisation, whatever it is (data loading, a shared bus).
+        The compute of a type is that of the first shape on it, or of a faster one. Extra time on other shapes
+        counts as synchronization, regardless of its cause (data loading, a shared bus).
         """
         local, compute_s = measured.batch / shape.gpus, max(measured.step_s - measured.sync_s, 1e-9)
         if self._base is None:
@@ -166,7 +166,7 @@ class Learner:
         return max(_beyond(measured.step_s, compute_s), measured.sync_s)
 
     def _sync_told(self, shape: Shape) -> float:
-        """For other places: what is no more than noise of the step teaches nothing."""
+        """The synchronization that informs other shapes; ignored if it is within the noise of the step."""
         found = self.seen[shape]
         compute_s = self._step_of(shape.gpu, found.batch / shape.gpus)
         return max(_beyond((1 - UNSURE) * found.step_s, compute_s), found.sync_s)
@@ -176,10 +176,10 @@ class Learner:
         return fixed + slope * local
 
     def rate(self, shape: Shape, noise_scale: float | None) -> tuple[float, float]:
-        """Median progress a second on *shape*, and the standard deviation of its logarithm.
+        """Median progress per second on *shape*, and the standard deviation of its logarithm.
 
         Raises:
-            ValueError: Nothing was measured yet.
+            ValueError: There is no measurement yet.
         """
         if self._base is None:
             raise ValueError("nothing was measured yet")
@@ -199,18 +199,17 @@ class Learner:
         return median, max(0.02, math.hypot(math.log(low / high) / 2, unsure))
 
     def _progress(self, shape: Shape, noise_scale: float | None) -> float:
-        """What was measured on *shape*, changed as the model says that it changes with the noise."""
+        """The measured progress on *shape*, adjusted by the model to the change in noise."""
         found = self.seen[shape]
         measured = gain(found.batch, self.init_batch, found.noise_scale) / found.step_s
         then = self._best(shape, self._sync[shape], found.noise_scale)
         return measured * self._best(shape, self._sync[shape], noise_scale) / then
 
     def _fit(self, gpu: str, points: Mapping[float, float]) -> tuple[float, float]:
-        """Fixed seconds and seconds a sample of compute on one GPU.
+        """Fixed seconds and seconds per sample of compute on one GPU.
 
-        From one batch alone they cannot be told apart: on the first type the fixed share is the
-        prior's; on another one the part that grows is as much faster as the data sheets say, and
-        what is left of the step is fixed.
+        A single batch size cannot separate the two. On the first type, the fixed share is the prior's. On
+        another type, datasheets scale the part that grows, and the rest of the step is fixed.
         """
         small, large = min(points), max(points)
         if large > 1.3 * small:
@@ -236,7 +235,7 @@ class Learner:
         return fixed / speed, slope / speed
 
     def _best(self, shape: Shape, sync_s: float, noise_scale: float | None) -> float:
-        """Most progress a second, over batches like those that were seen."""
+        """Highest progress per second, over batches like those that were seen."""
         if self._base is None:
             raise ValueError("nothing was measured yet")
         local = self._base[1]
@@ -253,7 +252,7 @@ class Learner:
         return best
 
     def _largest(self, gpu: str) -> float:
-        """Largest batch of one GPU that is believed to fit: the largest seen when that was the limit."""
+        """Largest batch of one GPU that is assumed to fit: the largest one seen, if memory was the limit."""
         if self._base is None:
             raise ValueError("nothing was measured yet")
         base = self._base[0].gpu
@@ -263,7 +262,7 @@ class Learner:
         return seen * room * (1.0 if of in self._limited else ROOM)
 
     def _is_limited(self, shape: Shape, measured: Measured) -> bool:
-        """True when the noise asks for a larger batch than the one that was run: no larger one fits."""
+        """True when the noise calls for a larger batch than the one that was run: no larger one fits."""
         local = measured.batch / shape.gpus
         fixed, slope = self._compute[shape.gpu]
 
@@ -309,14 +308,14 @@ class Learner:
 
 
 def _ratio(of: Mapping[str, float], gpu: str, base: str) -> float:
-    """Of two types; 1 when one of them is not known."""
+    """Ratio of two types; 1 when one of them is unknown."""
     return of[gpu] / of[base] if gpu in of and base in of else 1.0
 
 
 def _beyond(step_s: float, compute_s: float) -> float:
-    """Synchronisation of a step: half of it is hidden behind compute, ``step^2 = compute^2 + sync^2``.
+    """Synchronization of a step: half of it is hidden behind compute, ``step^2 = compute^2 + sync^2``.
 
-    Source: Qiao et al., Pollux, OSDI 2021, equation 11, with an exponent of 2; chosen: of 1 to 6 it foretells
+    Source: Qiao et al., Pollux, OSDI 2021, equation 11, with an exponent of 2; chosen: of 1 to 6 it predicts
     the step at other batches best over the trainings of docs/reference/policies.md.
     """
     return math.sqrt(max(step_s**2 - compute_s**2, 0.0))
@@ -331,13 +330,13 @@ def _forward(factor: Sequence[Sequence[float]], values: Sequence[float]) -> list
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What moving to a shape is expected to come to.
+    """Expected result of moving to a shape.
 
     Attributes:
         shape: Where to.
-        objective: Expected, with the way back when it disappoints.
+        objective: Expected, including the move back if the shape is slower than predicted.
         median: Objective if it is as fast as predicted.
-        stdev: Of the logarithm of its rate.
+        stdev: Standard deviation of the logarithm of its rate.
     """
 
     shape: Shape
@@ -348,15 +347,15 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Stakes:
-    """What is left, and what time costs.
+    """Remaining work, and the cost of time.
 
     Attributes:
         work_left: In the unit of rates.
-        here: Where the training is.
-        restart_s: Of a move.
-        probe_s: Seconds until a new place is measured.
-        noise_scale: Now.
-        usd_per_hour: Price of each shape with the value of an hour inside.
+        here: The current shape.
+        restart_s: Seconds of a move.
+        probe_s: Seconds until a new shape is measured.
+        noise_scale: Current one.
+        usd_per_hour: Price of each shape plus the value of an hour.
     """
 
     work_left: float
@@ -368,10 +367,10 @@ class Stakes:
 
 
 def probes(learner: Learner, stakes: Stakes, shapes: Sequence[Shape]) -> tuple[float, list[Probe]]:
-    """Objective of staying, and every move, the least expected objective first.
+    """Objective of staying, and every move, the lowest expected objective first.
 
-    A move to a place that was not measured is worth ``E[min(its objective, the best known one
-    after the way back)]`` and costs its restart: what it would teach, against what it costs.
+    A move to an unmeasured shape is worth ``E[min(its objective, the best known one after the way back)]``
+    minus its restart: the value of the information against its cost.
     """
     staying = _objective(learner, stakes, stakes.here)
     best_known = min(
@@ -385,7 +384,7 @@ def probes(learner: Learner, stakes: Stakes, shapes: Sequence[Shape]) -> tuple[f
     for shape in shapes:
         is_new = shape.gpu not in types and shape.gpus not in (1, stakes.here.gpus)
         if shape == stakes.here or (is_new and not is_short):
-            continue  # of a type that is new, one thing at a time: first the type, then the count
+            continue  # change one property at a time: first the type, then the count
         rate, stdev = learner.rate(shape, stakes.noise_scale)
         price = stakes.usd_per_hour(shape) / 3600
         median = price * stakes.work_left / rate

@@ -1,4 +1,4 @@
-"""The spec's ``scaling`` block as a policy."""
+"""Convert the spec's ``scaling`` section to a policy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from envscaler_airflow.envspec.running import MetricRule
 
 _COUNT = re.compile(r"\d+ x ")
-"""What the name of an allocation of several nodes begins with."""
+"""Prefix of the name of an allocation of several nodes."""
 
 
 def policy_of(spec: EnvSpec, *, value_of_hour: float = 0.0) -> Policy:
-    """How *spec* may be scaled; without a ``scaling`` block, by its number of nodes and the defaults.
+    """The policy of *spec*; without a ``scaling`` section, its number of nodes and the defaults.
 
     Args:
         spec: Resolved.
@@ -66,11 +66,11 @@ def speedups_of(spec: EnvSpec) -> tuple[Speedup, ...]:
 
 
 def speedup_warning(spec: EnvSpec, offers: Sequence[Offer]) -> str | None:
-    """Which names in the speed ratios of *spec* match no offer of a backend, and what to write; None: all do.
+    """Warning about names in the speed ratios of *spec* that match no offer of a backend; None: all match.
 
     Args:
         spec: Resolved.
-        offers: All that one backend has. Names of other backends are left to those.
+        offers: All offers of one backend. Names of other backends are skipped.
     """
     ratios = speedups_of(spec)
     stated = {name for item in ratios for name in (item.offer, item.relative_to)}

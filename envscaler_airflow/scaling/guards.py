@@ -1,4 +1,4 @@
-"""What no policy may do: checked in one place, around all of them."""
+"""Limits that apply to every policy, checked in one place."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from envscaler_airflow.scaling.outlook import outlook
 
 REFUSED_FIRST_S = 60.0
 REFUSED_MOST_S = 3600.0
-"""First and longest wait before a move that the owner refused is asked for again, seconds. Chosen: a full
-cluster costs a request an hour, and a passing reason a minute."""
+"""Shortest and longest wait in seconds before a move that the owner refused is requested again. Chosen: a
+full cluster costs one request an hour, and a temporary reason delays a move by a minute."""
 
 
 def holds_all(observation: Observation, policy: Policy) -> str | None:
-    """Why nothing at all may be moved now; None: it may."""
+    """Why no move at all is allowed now; None: moves are allowed."""
     since_s, since_epochs = observation.since_move_s, observation.since_move_epochs
     if observation.health != "ok":
         return f"the stage's health is {observation.health}"
@@ -34,7 +34,7 @@ def holds_all(observation: Observation, policy: Policy) -> str | None:
 
 
 def holds(observation: Observation, policy: Policy, want: Want) -> str | None:
-    """Why this move may not be made; None: it may."""
+    """Why this move is not allowed; None: it is."""
     target, here = want.target, observation.current
     if target.name == here.name:
         return f"the stage is on {here.name} already"
@@ -58,7 +58,7 @@ def holds(observation: Observation, policy: Policy, want: Want) -> str | None:
 
 
 def _was_refused(observation: Observation, want: Want) -> str | None:
-    """Asked again after a minute, then after twice as long each time; what is urgent, every minute."""
+    """Retry after a minute, then twice as long each time; retry an urgent move every minute."""
     found = observation.refused.get(want.target.name)
     if found is None:
         return None
@@ -71,7 +71,7 @@ def _was_refused(observation: Observation, want: Want) -> str | None:
 
 
 def _too_slow(observation: Observation, policy: Policy, want: Want) -> str | None:
-    """A move must keep *min_speed* of the fastest place known, or the speed here; urgent ones need not."""
+    """A move must keep *min_speed* of the fastest known speed, or the current speed; urgent ones need not."""
     if policy.min_speed == 0 or want.is_urgent:
         return None
     view = outlook(observation, policy)
@@ -91,7 +91,7 @@ def _too_slow(observation: Observation, policy: Policy, want: Want) -> str | Non
 
 
 def _over_budget(observation: Observation, want: Want) -> str | None:
-    """A move must end within the budget (90th percentile), or cost less than staying."""
+    """A move must finish within the budget (90th percentile), or cost less than staying."""
     if observation.budget_usd is None:
         return None
     if observation.spent_usd is None:

@@ -1,4 +1,4 @@
-"""How often to save: Young's and Daly's interval from what was measured."""
+"""How often to checkpoint: Young's and Daly's interval from measurements."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from envscaler_airflow.planning.record import check_finite
 def price_aware_interval_s(
     save_s: float, losses_per_hour: float, price: float | None, recent: Sequence[float]
 ) -> float | None:
-    """The interval with the rate of losses that the price foretells: shorter while it is high."""
+    """The interval for the loss rate that the current price predicts: shorter while the price is high."""
     return checkpoint_interval_s(save_s, losses_per_hour * price_risk(price, recent))
 
 
 def checkpoint_interval_s(save_s: float, losses_per_hour: float, *, restart_s: float = 0.0) -> float | None:
-    """Seconds of training between two checkpoints that lose least time; None without losses.
+    """Seconds of training between two checkpoints that lose the least time; None without losses.
 
-    ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d`` with *d* the seconds of a save and *M* those
-    between losses; *M* when a save takes half of that or longer. *restart_s* does not change the
-    interval (Daly, section 3); it is taken so that callers need not know.
+    ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d`` with *d* the seconds of a save and *M* those between
+    losses; *M* when a save takes half of that or longer. *restart_s* does not change the interval (Daly,
+    section 3); it is a parameter so that callers need not know that.
 
     Source: J. T. Daly, FGCS 22 (2006), equation 37; J. W. Young, CACM 17 (1974), for the first term.
     """
@@ -37,12 +37,12 @@ def checkpoint_interval_s(save_s: float, losses_per_hour: float, *, restart_s: f
 
 
 PRICE_WEIGHT = 11.0
-"""How strongly a price above its own recent level raises the rate of losses: ``exp(weight * rise)``, between
-one half and four times. Made by ``benchmarks/policies/prices.py`` on price changes of 2023, rounded."""
+"""How strongly a price above its own recent level raises the loss rate: ``exp(weight * rise)``, limited to
+one half and four times. Fitted by ``benchmarks/policies/prices.py`` on price changes of 2023, rounded."""
 
 
 def price_risk(price: float | None, recent: Sequence[float]) -> float:
-    """Factor on a rate of losses by the price against the median of recent ones; 1 when unknown."""
+    """Factor on a loss rate, from the price relative to the median of recent prices; 1 when unknown."""
     known = sorted(value for value in recent if value > 0 and math.isfinite(value))
     if not known or price is None or not price > 0 or not math.isfinite(price):
         return 1.0

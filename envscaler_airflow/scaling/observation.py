@@ -1,4 +1,4 @@
-"""What one scaling check saw: everything that a decision depends on, and nothing else."""
+"""The observation of one scaling check: everything that a decision depends on, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.scaling.explore import Measured
 
 MOST_VALUE = 1e100
-"""A metric beyond is no measurement. Chosen: sums of squares of what is within are finite."""
+"""A larger value is not a valid measurement. Chosen: sums of squares of smaller values are finite."""
 
 Health = Literal["ok", "stalled", "unknown"]
 
@@ -35,7 +35,7 @@ class Sample(Record):
     value: float
 
     def __post_init__(self) -> None:
-        """Refuse NaN and infinity: a metric that cannot be told is left out."""
+        """Reject NaN and infinity: an unknown metric is omitted."""
         check_finite(at_s=self.at_s)
         if not math.isfinite(self.value):
             raise ValueError(f"value must be finite, got {self.value!r}")
@@ -43,18 +43,18 @@ class Sample(Record):
 
 @dataclass(frozen=True, slots=True)
 class Refused(Record):
-    """Moves of the live attempt to one target that the owner refused in a row.
+    """Consecutive refusals by the owner of moves of the running attempt to one target.
 
     Attributes:
-        times: How many.
-        ago_s: Seconds since the last.
+        times: Number of refusals.
+        ago_s: Seconds since the last one.
     """
 
     times: int
     ago_s: float
 
     def __post_init__(self) -> None:
-        """Refuse NaN and negative amounts."""
+        """Reject NaN and negative amounts."""
         check_finite(times=self.times, ago_s=self.ago_s)
 
 
@@ -64,35 +64,37 @@ class Observation(Record):
 
     Attributes:
         current: What the stage runs on.
-        candidates: What it might run on; may hold *current*, in any order.
-        elapsed_s: Seconds on the observer's own clock, going on from the last recorded value
-            after a restart. Only differences count.
-        generation, attempt: Whose facts these are.
-        health: ``unknown`` when no status is fresh enough to tell.
-        phase: Of the attempt, as in protocol.PHASES; only ``running`` can be moved.
-        unit: What work is counted in: ``steps``, ``epochs``, ``samples`` or ``tokens``.
-        units_done, units_total: Work done in this generation, and the whole.
+        candidates: What it might run on; may include *current*, in any order.
+        elapsed_s: Seconds on the observer's own clock, which continues from the last recorded value after a
+            restart. Only differences count.
+        generation, attempt: Which attempt these facts describe.
+        health: ``unknown`` when no status is recent enough.
+        phase: Phase of the attempt, as in protocol.PHASES; only ``running`` can be moved.
+        unit: Unit of work: ``steps``, ``epochs``, ``samples`` or ``tokens``.
+        units_done, units_total: Work done in this generation, and the total.
         epoch: Epochs finished.
-        speeds: Measured in this generation, by allocation name, in units a second.
-        measured: Steps by allocation name, of this generation; what the model of speeds learns from.
-        gpu_speeds: How GPUs compare before they were tried, by canonical name, in any unit.
+        speeds: Measured in this generation, by allocation name, in units per second.
+        measured: Steps by allocation name, of this generation; input of the model of speeds.
+        gpu_speeds: Relative speeds of GPUs before they are measured, by canonical name, in any unit.
         speedups: Stated in the spec.
-        overheads: Of a move and of checkpoints.
-        interruptions_per_hour: Losses of one node an hour, by offer name; absent is unknown.
-        samples: Metrics of the current attempt in the recent past.
-        unknown: Why a metric that was asked for with a query has no value now, by the name of its samples.
-        spent_usd, budget_usd: Of this generation; no budget is None.
-        deadline_table: Name of the table that the policy looks up, of any policy; None: there is none.
+        overheads: Overheads of a move and of checkpoints.
+        interruptions_per_hour: Losses of one node per hour, by offer name; a missing one is unknown.
+        samples: Recent metrics of the current attempt.
+        unknown: Why the query of a metric has no value now, by the name of its samples.
+        spent_usd, budget_usd: Of this generation; None: there is no budget.
+        deadline_table: Name of the table that the policy (any policy, not only ``deadline``) reads; None:
+            there is none.
         deadline_left_s: Seconds to the deadline, below 0 when it has passed; None: there is none.
         since_move_s, since_move_epochs: Since the last move was carried out; None: never or unknown.
         moves: Moves carried out in this generation.
-        pending: What is already under way (a request without an answer, a move), in words.
-        free_nodes: Nodes that can be had on top of what is held, by offer name; absent is unknown.
+        pending: A human-readable description of what is in progress (an unanswered request, a move).
+        free_nodes: Nodes available in addition to the allocated ones, by offer name; a missing one is
+            unknown.
         training_phase: As the training announced it: ``loading``, ``training``, ``evaluation`` or its own.
-        next_phase, next_phase_in_s: What comes next and when, forecast from earlier runs.
-        phase_lasts_s: How long each phase lasts, from earlier runs.
+        next_phase, next_phase_in_s: Next phase and when it begins, forecast from earlier runs.
+        phase_lasts_s: Duration of each phase, from earlier runs.
         wanted: Since when (``elapsed_s``) each allocation has been wanted without a break.
-        refused: What the owner refused lately, by allocation name.
+        refused: The owner's recent refusals, by allocation name.
     """
 
     current: Allocation
@@ -131,7 +133,7 @@ class Observation(Record):
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse NaN and negative amounts, so that no comparison below can lie."""
+        """Reject NaN and negative amounts, so that no later comparison gives a wrong result."""
         check_finite(
             elapsed_s=self.elapsed_s,
             units_done=self.units_done,
@@ -145,7 +147,7 @@ class Observation(Record):
             next_phase_in_s=self.next_phase_in_s,
         )
         for amounts in (self.interruptions_per_hour, self.phase_lasts_s, self.wanted, self.gpu_speeds):
-            check_finite(**amounts)  # apart: the same offer may stand in several
+            check_finite(**amounts)  # separate, because several can contain the same offer
         if self.deadline_left_s is not None and not math.isfinite(self.deadline_left_s):
             raise ValueError(f"deadline_left_s must be finite, got {self.deadline_left_s!r}")
 
@@ -164,7 +166,7 @@ class Observation(Record):
 
 @dataclass(frozen=True, slots=True)
 class Done(Record):
-    """Work as a training reports it, in the best unit that it gives.
+    """Work as a training reports it, in the best unit that it reports.
 
     Attributes:
         unit: ``steps``, or ``epochs`` when only their total is known.
@@ -177,9 +179,9 @@ class Done(Record):
 
 
 def work_of(progress: Progress) -> Done:
-    """Work done and its total: in steps when their total is reported, else in finished epochs.
+    """Work done and its total: in steps when their total is reported, otherwise in finished epochs.
 
-    A speed goes in the same unit: for ``epochs`` it is measured between ends of epochs.
+    A speed uses the same unit: for ``epochs`` it is measured between ends of epochs.
     """
     step, epoch, epochs = progress.step, progress.epoch, progress.epochs
     if step is not None and progress.total_steps is not None:
@@ -190,10 +192,10 @@ def work_of(progress: Progress) -> Done:
 
 
 def usage_samples(at_s: float, node: int, usage: Mapping[str, float | None]) -> tuple[Sample, ...]:
-    """Samples of what one node's status said; what is no measurement is left out as missing.
+    """Samples from one node's status, without invalid measurements, which count as missing.
 
-    ``memory_utilization`` (percent of the limit) is added where both parts are known. Take a
-    status once: the same one seen again is no second sample.
+    ``memory_utilization`` (percent of the limit) is added where both parts are known. Use each status once:
+    reading it again does not give a second sample.
     """
     known = {name: value for name, value in usage.items() if value is not None}
     limit = known.get("memory_limit_bytes")
@@ -205,10 +207,10 @@ def usage_samples(at_s: float, node: int, usage: Mapping[str, float | None]) -> 
 
 
 def is_measured(value: float) -> bool:
-    """True for what a metric can be: no NaN, no infinity, nothing beyond :data:`MOST_VALUE`."""
+    """True for a valid value of a metric: not NaN, not infinite, at most :data:`MOST_VALUE`."""
     return abs(value) <= MOST_VALUE
 
 
 def recent(samples: Iterable[Sample], *, now_s: float, window_s: float) -> tuple[Sample, ...]:
-    """Samples not older than *window_s*: what an observation needs to carry."""
+    """Samples not older than *window_s*: the ones that an observation needs."""
     return tuple(item for item in samples if now_s - item.at_s <= window_s)

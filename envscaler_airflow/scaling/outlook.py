@@ -1,4 +1,4 @@
-"""What finishing the work left takes, staying or moving: the numbers under every policy."""
+"""Time and cost to finish the remaining work, staying or moving: the numbers that every policy uses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from envscaler_airflow.scaling.observation import Observation
 
 
 def learned(observation: Observation) -> dict[str, Speed]:
-    """Speed of each candidate that was not measured, by its name; {} before a step was measured here.
+    """Speed of each unmeasured candidate, by its name; {} until a step is measured on the current allocation.
 
-    The model of :mod:`.explore`, conditioned on every allocation that this generation was on, gives ratios
-    with their uncertainty; the speed measured here gives the unit. The global batch is taken to stay.
+    The model of :mod:`.explore`, conditioned on every allocation that this generation used, gives ratios with
+    their uncertainty. The speed measured on the current allocation gives the unit. The global batch is
+    assumed to stay the same.
     """
     here = observation.current
     step, speed = observation.measured.get(here.name), observation.speeds.get(here.name)
@@ -35,13 +36,13 @@ def learned(observation: Observation) -> dict[str, Speed]:
         rate, unsure = learner.rate(shape_of(item), step.noise_scale)
         mean = speed.mean * rate / base if base > 0 else math.nan
         stdev = mean * max(unsure, speed.relative_stdev)
-        if 0 < mean < math.inf and stdev < math.inf:  # from steps that no GPU makes nothing is learned
+        if 0 < mean < math.inf and stdev < math.inf:  # implausible steps give no speed
             speeds[item.name] = Speed(mean, stdev, "fitted")
     return speeds
 
 
 def shape_of(allocation: Allocation) -> Shape:
-    """What its speed goes by; without GPUs its CPUs stand for them."""
+    """The properties that determine its speed; without GPUs, its CPUs take their place."""
     offer, nodes = allocation.offer, allocation.nodes
     if offer.gpus:
         return Shape(offer.gpu_name or "", nodes, nodes * offer.gpus)
@@ -50,13 +51,14 @@ def shape_of(allocation: Allocation) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Known speeds and the estimate of staying; asks :meth:`moving` for the others.
+    """Known speeds and the estimate of staying; :meth:`moving` estimates the other candidates.
 
     Attributes:
         observation, policy: As given.
-        speeds: Measured long enough, stated relative to one that was, or learned from those.
-        staying: None when it cannot be told; then *unknown* says why.
-        unmatched: Names in ``scaling.speedup`` that match neither a candidate nor where the stage has been.
+        speeds: Measured long enough, stated relative to a measured one, or learned from those.
+        staying: None when unknown; *unknown* then names the reason.
+        unmatched: Names in ``scaling.speedup`` that match neither a candidate nor an allocation that the
+            stage has used.
     """
 
     observation: Observation
@@ -68,7 +70,7 @@ class Outlook:
 
     @property
     def note(self) -> str:
-        """What the reason says of stated speeds that count for nothing; "" when all count."""
+        """Text for the reason about stated speeds that are not used; "" when all are."""
         if not self.unmatched:
             return ""
         places = ", ".join(item.name for item in (self.observation.current, *self.observation.others()))
@@ -81,10 +83,10 @@ class Outlook:
         return _estimate(self.observation, self.policy, target, speed, is_start=True)
 
     def slowest(self, target: Allocation) -> Speed | None:
-        """Known speed of *target*, or a bound on the safe side for other node counts of the same offer.
+        """Known speed of *target*, or a lower bound for other node counts of the same offer.
 
-        More nodes are no slower than now, fewer lose at most their share: half the nodes, half
-        the speed. None for another offer, and when the speed here is unknown.
+        More nodes are at least as fast as now. Fewer nodes lose at most their share: half the nodes, half the
+        speed. None for another offer, and when the current speed is unknown.
         """
         here = self.observation.current
         known, speed = self.speeds.get(target.name), self.speeds.get(here.name)
@@ -95,7 +97,7 @@ class Outlook:
 
 
 def outlook(observation: Observation, policy: Policy) -> Outlook:
-    """What can be told of finishing, from the facts of one check."""
+    """The outlook from the facts of one check."""
     places = (observation.current, *observation.candidates)
     names = (*(item.name for item in places), *observation.speeds)
     stated, unmatched = matched(observation.speedups, names)

@@ -1,4 +1,4 @@
-"""Phases: what each phase of a training needs, met in time, and passed over where a move does not pay."""
+"""Phases: meet the needs of each phase of a training in time, and skip phases where a move does not pay."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from envscaler_airflow.scaling.outlook import Outlook, outlook
 from envscaler_airflow.scaling.queries import Metric
 
 SIGNALS = (("loading", 20.0, 40.0), ("evaluation", 50.0, 70.0), ("training", 70.0, 95.0))
-"""GPU utilisation, percent, by which a phase is told. Chosen: loading waits for its input, evaluation does
-no backward pass, training is bound by its GPU; the gaps between tell nothing."""
+"""GPU utilization in percent that identifies a phase. Chosen: loading waits for its input, evaluation has no
+backward pass, and training is limited by its GPU. Values between the ranges identify none."""
 LOOKS = 4
-"""Looks in a row that must agree on a phase that was not announced. Chosen."""
+"""Consecutive samples that must agree on a phase that was not announced. Chosen."""
 LEAD = 1.5
 """A bigger need is met this many times the length of a move before its phase begins. Chosen."""
 FILE = "phases.json"
-"""Among the run's tables: the phases of an earlier run, with its name."""
+"""Name among the run's tables of the phases of an earlier run, with that run's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class _Now:
 
 
 def phase(observation: Observation, policy: Policy) -> Proposal:
-    """Propose the cheapest allocation that the phase needs; a bigger need of the next phase in time.
+    """Propose the cheapest allocation that the phase needs, and meet a bigger need of the next phase in time.
 
-    A phase is announced by the training, else told from GPU utilisation. How long it lasts and
-    what comes next is known from earlier runs; a phase that ends before a move there and back
-    has paid for itself is passed over, and the reason says so.
+    The training announces a phase; otherwise GPU utilization identifies it. Earlier runs show how long it
+    lasts and what comes next. A phase that ends before a move there and back has paid for itself is skipped,
+    and the reason names it.
     """
     needs = {need.phase: need for need in policy.phases}
     if not needs:
@@ -97,7 +97,7 @@ def _is_due(observation: Observation) -> bool:
 
 
 def _is_ready(coming: PhaseNeed, need: PhaseNeed, observation: Observation) -> bool:
-    """True when what was met in time for the next phase is held, and this phase needs no more."""
+    """True when the needs of the next phase are already met, and this phase needs no more."""
     here = observation.current
     return _is_due(observation) and _meets(coming, here) and not _is_bigger(need, here)
 
@@ -130,13 +130,13 @@ def _propose(view: Outlook, need: PhaseNeed, why: str, numbers: dict[str, Any]) 
 
 
 def _left_s(need: PhaseNeed, lasts_s: float, seen: Observation) -> float:
-    """Seconds of the phase to come; the whole when it has not begun, or goes on for longer than before."""
+    """Remaining seconds of the phase; all of them if it has not begun or is longer than before."""
     left_s = seen.next_phase_in_s
     return min(left_s, lasts_s) if need.phase == seen.training_phase and left_s else lasts_s
 
 
 def _too_short(view: Outlook, target: Allocation, need: PhaseNeed, whole_s: float) -> str | None:
-    """Why a phase that lasts so long does not pay for moving there and back; None: it does."""
+    """Why a phase of this length does not pay for moving there and back; None: it does."""
     seen = view.observation
     lasts_s = _left_s(need, whole_s, seen)
     moves_s = 2 * seen.overheads.start_s
@@ -162,13 +162,13 @@ class Span(Record):
     lasts_s: float
 
     def __post_init__(self) -> None:
-        """Refuse NaN."""
+        """Reject NaN."""
         check_finite(lasts_s=self.lasts_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast(Record):
-    """Phases in the order in which the last run that had any went through them."""
+    """Phases in the order of the last run that had any."""
 
     spans: tuple[Span, ...] = ()
 
@@ -180,9 +180,9 @@ class Forecast(Record):
         return {phase: sum(values) / len(values) for phase, values in found.items()}
 
     def after(self, phases: tuple[str, ...], in_phase_s: float) -> tuple[str | None, float | None]:
-        """What follows and in how many seconds, after *phases* so far, the last for *in_phase_s* seconds.
+        """Next phase and seconds until it, after *phases* so far, the last of them for *in_phase_s*.
 
-        ``(None, None)`` when the earlier run went another way, or this is its last phase.
+        ``(None, None)`` when the earlier run had another order, or this is its last phase.
         """
         done = tuple(span.phase for span in self.spans[: len(phases)])
         if not phases or done != phases or len(phases) >= len(self.spans):
@@ -191,7 +191,7 @@ class Forecast(Record):
 
 
 def spans_of(checks: Iterable[Check]) -> tuple[Span, ...]:
-    """Announced phases in the order of the checks; how long each was seen."""
+    """Announced phases in the order of the checks, with the observed duration of each."""
     found: list[tuple[str, float, float]] = []
     for check in checks:
         seen = check.observation
@@ -206,7 +206,7 @@ def spans_of(checks: Iterable[Check]) -> tuple[Span, ...]:
 
 
 def forecast(_policy: Policy, facts: StartFacts) -> Prepared:
-    """The phases of the last earlier run that had any, for the observations of this one."""
+    """The phases of the last earlier run that had any, for the observations of this run."""
     for run, checks in facts.earlier():
         if spans := spans_of(checks):
             body = {"schema": SCHEMA, "run": run, **Forecast(spans).to_dict()}

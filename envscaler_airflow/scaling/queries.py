@@ -1,4 +1,4 @@
-"""Metrics that a policy needs at each check, and the answers of those that have a query."""
+"""Metrics that a policy needs at each check, and the answers to those that have a query."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envscaler_airflow.scaling.observation import Sample, is_measured
 Across = Literal["mean", "max", "min", "p50", "p90", "p95", "p99"]
 
 Ask = Callable[[str], Sequence[float]]
-"""Values now of every series that a query selects; raises an EnvScalerError where none can be told."""
+"""Current values of every series that a query selects; raises an EnvScalerError where none is available."""
 
 CPU_UTILIZATION = "cpu_utilization"
 """``cpu_percent``, which is 100 for each busy core, over the cores of a node."""
@@ -27,7 +27,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _percentile(part: float) -> Callable[[Sequence[float]], float]:
-    """Nearest rank."""
+    """Percentile by nearest rank."""
     return lambda values: sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
 
 
@@ -47,11 +47,11 @@ class Metric:
     """A metric that a policy needs at each check.
 
     Attributes:
-        name: What its samples are called. Without a query: as nodes report it, or a shell pattern of that;
-            ``gpu_utilization`` is that of every GPU of a node, ``cpu_utilization`` is ``cpu_percent``.
-        query: The sensor asks Prometheus for it, and its sample counts for the whole stage (node 0);
-            None: every node reports it.
-        across: How the series of a query become one value.
+        name: Name of its samples. Without a query: a name that nodes report, or a shell pattern of it;
+            ``gpu_utilization`` covers every GPU of a node, and ``cpu_utilization`` is ``cpu_percent``.
+        query: The sensor sends it to Prometheus, and the sample counts for the whole stage (node 0); None:
+            every node reports the metric.
+        across: How the series of a query are reduced to one value.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Metric:
         return general.removesuffix("_percent") == self.name or fnmatchcase(sampled, self.name)
 
     def sample(self, at_s: float, values: Iterable[float]) -> tuple[Sample, ...]:
-        """One sample of what the query answered, without NaN and infinities; no value is no sample."""
+        """One sample from the answer to the query, without NaN and infinities; None without a value."""
         known = [value for value in values if is_measured(value)]
         return (Sample(at_s, 0, self.name, ACROSS[self.across](known)),) if known else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the queries of metrics came to.
+    """Results of the queries of metrics.
 
     Attributes:
-        samples: One of each query that was answered.
+        samples: One for each query that was answered.
         unknown: Why a query has no value, by the name that its sample would have.
     """
 
@@ -87,9 +87,9 @@ class Answers:
 
 
 def ask_metrics(metrics: Iterable[Metric], ask: Ask, *, at_s: float) -> Answers:
-    """Ask for each of *metrics* that has a query, each query once.
+    """Run the query of each of *metrics* that has one, each query once.
 
-    A server that cannot be asked is not waited for a second time in the same check.
+    After a server fails to answer, the same check does not wait for it again.
     """
     samples: list[Sample] = []
     unknown: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Policies by name, from entry points: ours and those of other packages alike."""
+"""Policies by name, from entry points: built-in policies and those of other packages."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 GROUP = "envscaler_airflow.policies"
 """Entry points of :class:`ScalingPolicy` objects; all run behind the same guards."""
 MAX_WANTS = 1000
-"""Most moves looked at of one proposal. Chosen: ten times the offers of a large plan."""
+"""Maximum number of moves that are read from one proposal. Chosen: ten times the offers of a large plan."""
 MAX_NUMBERS = 1 << 16
-"""Most bytes of numbers, as JSON. Chosen: they stand twice in a request, with all that was seen."""
+"""Maximum bytes of numbers, as JSON. Chosen: a request contains them twice, together with the observation."""
 
 
 @cache
 def all_policies() -> Mapping[str, ScalingPolicy]:
-    """Every installed policy, loaded once; ours win over others of the same name.
+    """Every installed policy, loaded once; a built-in one replaces others of the same name.
 
-    One of another package that cannot be loaded moves nothing, and its proposal says why.
+    If a policy of another package cannot be loaded, it proposes no moves and its proposal names the reason.
     """
     points = sorted(entry_points(group=GROUP), key=_is_ours)
     return {point.name: _loaded(point) for point in points}
 
 
 def check_policy(spec: EnvSpec) -> None:
-    """Refuse a scaling policy that is not installed; nothing is loaded for that.
+    """Reject a scaling policy that is not installed, without loading it.
 
     Raises:
         SpecError: No such policy is installed here.
@@ -80,7 +80,7 @@ def _refuse(fault: str) -> NoReturn:
 
 
 def checked(said: object, told: str, observation: Observation) -> Proposal:
-    """*said*, as far as it is a proposal that can be recorded, of places that the stage may run on."""
+    """The valid parts of the proposal *said*: they can be recorded, and the stage may run on the targets."""
     if not isinstance(said, Proposal):
         return Proposal(reason=f"{told} answered with {type(said).__name__}, not with a Proposal")
     wants = tuple(said.wants)[:MAX_WANTS]
@@ -109,7 +109,7 @@ def _offers(place: Allocation) -> set[str]:
 
 
 def _told_again(want: Want) -> Want:
-    """*want* as its record reads: every field of its type, no NaN, nothing that costs less than nothing."""
+    """*want* after a JSON round trip: every field has its type, no NaN, no negative cost."""
     again = Want.from_dict(json.loads(json.dumps(want.to_dict(), allow_nan=False)))
     for estimate in (again.staying, again.moving):
         if estimate is not None:

@@ -15,7 +15,7 @@ from envscaler_airflow.scaling.outlook import outlook
 from envscaler_airflow.scaling.queries import ACROSS, CPU_UTILIZATION, mean
 
 STALE_S = 120.0
-"""Metrics whose newest is older are missing. Chosen: four checks of the sensor's default interval."""
+"""A metric whose newest sample is older is missing. Chosen: four checks of the sensor's default interval."""
 
 Rounds = Sequence[tuple[float, float]]
 """``(at_s, value)`` of each check, oldest first."""
@@ -23,14 +23,14 @@ Rounds = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one rule makes of its metric.
+    """One rule's evaluation of its metric.
 
     Attributes:
         rule: Which.
         rounds: Checks that count.
-        nodes: Nodes that it asks for; None: it has no say (missing, or a rule for one direction
-            that is not passed).
-        reason: Why, for people.
+        nodes: Requested number of nodes; None: no request (the metric is missing, or the bound of a rule for
+            one direction is not passed).
+        reason: Why; human-readable.
         is_missing: True when the metric is missing.
     """
 
@@ -41,20 +41,20 @@ class Reading:
     is_missing: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers of a decision: the rule, its last checks, and what it asks for."""
+        """Numbers of a decision: the rule, its last checks, and the number of nodes that it requests."""
         rounds = [[at_s, value] for at_s, value in self.rounds[-self.rule.samples :]]
         return {"rule": self.rule.to_dict(), "rounds": rounds, "nodes": self.nodes, "reason": self.reason}
 
 
 def threshold(observation: Observation, policy: Policy) -> Proposal:
-    """Propose the most nodes that any rule asks for: out when one does, in when all do.
+    """Propose the largest number of nodes that any rule requests: scale out if one does, in if all do.
 
-    With ``match: all`` every rule that can ask for more must do so, or every one that can ask for fewer,
-    and the smallest change of those is taken.
+    With ``match: all``, every rule that can request more (or fewer) nodes must do so, and the smallest of
+    these changes is taken.
 
-    A metric counts only in checks where every node gave it; otherwise it is missing, and a
-    missing metric never scales in. Scaling in is held back when the same load on fewer
-    nodes would be above again (hysteresis). Only the number of nodes changes, not the offer.
+    A metric counts only in checks where every node reported it. Otherwise it is missing, and a missing metric
+    never scales in. Scaling in is blocked when the same load on fewer nodes would be above the bound again
+    (hysteresis). Only the number of nodes changes, not the offer.
     """
     if not policy.rules:
         return Proposal(reason="the threshold policy has no rules")
@@ -81,7 +81,7 @@ def threshold(observation: Observation, policy: Policy) -> Proposal:
 
 
 def _resized(here: Allocation, nodes: int) -> Allocation:
-    """*here* on so many *nodes*; of a mixed one those on spot come and go, while there are any."""
+    """*here* with this number of *nodes*; a mixed one gains spot nodes, and loses them before others."""
     if here.rest is None:
         return replace(here, nodes=nodes)
     spot = max(0, nodes - (here.nodes - here.rest_nodes))
@@ -105,7 +105,7 @@ def _all_ask(readings: Sequence[Reading], nodes: int) -> Reading | None:
 
 
 def _can_ask(rule: ThresholdRule, *, more: bool) -> bool:
-    """True when *rule* can ask for more nodes, or for fewer: most rules of a spec are for one direction."""
+    """True when *rule* can request more nodes, or fewer: most rules of a spec are for one direction."""
     bound = rule.above if more == (rule.step > 0) else rule.below
     return rule.target is not None or bound is not None
 
@@ -129,7 +129,7 @@ def _propose(
 
 
 def _rounds(observation: Observation, rule: ThresholdRule) -> Rounds:
-    """Checks in a row, up to now and since the last move, in which every node gave the metric."""
+    """Consecutive checks, up to now and since the last move, in which every node reported the metric."""
     if rule.sampled_as in observation.unknown:
         return []
     metric, since_s = rule.needed, 0.0
@@ -182,7 +182,7 @@ def _long(rule: ThresholdRule) -> str:
 
 
 def _read_target(rule: ThresholdRule, target: float, rounds: Rounds, nodes: int, tolerance: float) -> Reading:
-    """HPA: ``ceil(nodes * value / target)``; over the last checks the one nearest to now counts."""
+    """HPA: ``ceil(nodes * value / target)``; of the last checks, the result nearest to *nodes* counts."""
     now = f"{rule.metric} is {rounds[-1][1]:.4g}, {target:g} is asked for"
     asked = [
         nodes if abs(value / target - 1) <= tolerance else max(1, math.ceil(nodes * value / target))
@@ -196,7 +196,7 @@ def _read_target(rule: ThresholdRule, target: float, rounds: Rounds, nodes: int,
 
 
 def _lasts(rule: ThresholdRule, rounds: Rounds, agrees: Callable[[float], bool]) -> bool:
-    """True when the last checks agree, as many and over as long as the rule asks."""
+    """True when the last checks agree, for the number and the duration that the rule requires."""
     agreeing = []
     for at_s, value in reversed(rounds):
         if not agrees(value):
@@ -208,7 +208,7 @@ def _lasts(rule: ThresholdRule, rounds: Rounds, agrees: Callable[[float], bool])
 
 
 def _forecast(rounds: Rounds, ahead_s: float) -> float:
-    """Value *ahead_s* after the last check, on the least-squares line; the last value when there is none."""
+    """Value *ahead_s* after the last check, on the least-squares line; the last value if there is no line."""
     mean_t = mean([at_s for at_s, _ in rounds])
     mean_y = mean([value for _, value in rounds])
     spread = math.fsum((at_s - mean_t) ** 2 for at_s, _ in rounds)

@@ -1,4 +1,4 @@
-"""CPU and memory of a node by what it uses; never its GPUs."""
+"""Set the CPU and memory of a node by its usage; never its GPUs."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from envscaler_airflow.scaling.outlook import outlook
 from envscaler_airflow.scaling.queries import Metric
 
 HIGH, LOW = 85.0, 40.0
-"""Percent of what a node has: above the first is too little, below the second too much. Chosen."""
+"""Usage in percent: above the first the node has too little, below the second too much. Chosen."""
 WINDOW_S, LONG_WINDOW_S = 300.0, 1200.0
-"""Seconds that more, or less, must have been right. Chosen: less is asked four times as long."""
+"""Seconds that the need for more, or less, must persist. Chosen: a decrease takes four times as long."""
 HEADROOM = 1.3
-"""What is asked for, over the peak. Chosen: activation checkpointing makes memory swing."""
+"""Margin of the request over the peak. Chosen: activation checkpointing makes memory vary."""
 LEAD_S = 600.0
-"""An out-of-memory forecast nearer than a move and this long is acted upon. Chosen: ten minutes."""
+"""An out-of-memory forecast sooner than a move plus this time triggers a move. Chosen: ten minutes."""
 LOOKS, FEWEST = 6, 3
-"""Points of a rise that are enough, and the fewest that count when it is too steep for more. Chosen: two are
-always on one line."""
+"""Points of a rise that are sufficient, and the minimum that counts when it is too steep for more. Chosen:
+two points are always on one line."""
 CAPPED = 0.95
-"""Part of the spec's limit from which a node's limit counts as that. Chosen: limits are rounded to MiB."""
+"""Fraction of the spec's limit from which a node's limit is considered equal to it. Chosen: limits are
+rounded to MiB."""
 _GIB = float(1 << 30)
 
 Points = Sequence[tuple[float, float]]
 
 
 def vertical(observation: Observation, policy: Policy) -> Proposal:
-    """Propose the smallest candidate of the same GPUs and nodes that fits what is used.
+    """Propose the smallest candidate with the same GPUs and nodes that fits the usage.
 
-    Memory is judged by the peak of a window over all nodes, CPU by its mean. A steady slope of
-    memory gives a time to out-of-memory; when that is nearer than a move takes, the move is
-    urgent, and cool-downs do not hold it back.
+    Memory is judged by its peak in a window over all nodes, CPU by its mean. A steady slope of memory gives a
+    time to out-of-memory. If that is less than the duration of a move, the move is urgent, and cooldowns do
+    not delay it.
     """
     here = observation.current
     memory = _peaks(observation, "memory_bytes")
@@ -68,8 +69,9 @@ def vertical(observation: Observation, policy: Policy) -> Proposal:
 def time_to_limit(points: Points, limit: float, *, soon_s: float = 0.0) -> float | None:
     """Seconds until a steady rise reaches *limit*; None without one.
 
-    Least squares over the window; steady when it explains nine tenths of the variance (chosen). Fewer than
-    :data:`LOOKS` points count where as many, and then *soon_s* to act, would come too late.
+    Least squares over the window; a rise is steady when the line explains nine tenths of the variance
+    (chosen). Fewer than :data:`LOOKS` points count if waiting for that many, plus *soon_s* to act, would be
+    too late.
     """
     if points and points[-1][1] >= limit:
         return 0.0
@@ -96,7 +98,7 @@ def _left_s(points: Points, limit: float) -> float | None:
 
 
 def _limit(observation: Observation) -> float:
-    """Bytes at which a node is killed: of the machine, or the lower limit that a node reports last."""
+    """Bytes at which a node is OOM-killed: the machine's memory, or the lower limit that it last reported."""
     whole = observation.current.offer.memory_gib * _GIB
     latest = {
         item.node: item.value
@@ -107,7 +109,7 @@ def _limit(observation: Observation) -> float:
 
 
 def _peaks(observation: Observation, metric: str) -> Points:
-    """Highest node at each look of this attempt, oldest first."""
+    """Usage of the highest node at each sample of this attempt, oldest first."""
     since_s = observation.elapsed_s - LONG_WINDOW_S
     if observation.since_move_s is not None:
         since_s = max(since_s, observation.elapsed_s - observation.since_move_s)
@@ -119,7 +121,7 @@ def _peaks(observation: Observation, metric: str) -> Points:
 
 
 def _need(points: Points, limit: float) -> dict[str, float | None]:
-    """Percent used: the least and the peak of the short window, and the peak of the long one."""
+    """Percent used: the minimum and the peak of the short window, and the peak of the long one."""
     if not points:
         return {"least": None, "peak": None, "long_peak": None}
     recent = [value for at_s, value in points if points[-1][0] - at_s <= WINDOW_S]
@@ -134,7 +136,7 @@ def _need(points: Points, limit: float) -> dict[str, float | None]:
 
 
 def _size(has: float, used: dict[str, float | None], *, is_memory: bool) -> float | None:
-    """What to ask for, in the unit of *has*; None: as it is."""
+    """The size to request, in the unit of *has*; None: unchanged."""
     peak, least, long_peak = used["peak"], used["least"], used["long_peak"]
     if peak is not None and least is not None and (peak if is_memory else least) > HIGH:
         return float(has * peak / 100 * HEADROOM)
@@ -179,7 +181,7 @@ def _is_alike(item: Allocation, here: Allocation) -> bool:
 
 
 def _rank(item: Allocation) -> tuple[float, float, bool, float, str]:
-    """The smallest first, of equal ones the cheapest; an unknown price after all known ones."""
+    """Sort key: smallest first, then cheapest; an unknown price comes after all known ones."""
     price, offer = item.usd_per_hour, item.offer
     return offer.memory_gib, offer.vcpus, price is None, price or 0.0, item.name
 

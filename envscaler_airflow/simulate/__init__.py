@@ -1,1 +1,1 @@
-"""The same decisions on public traces, measured trainings and recorded runs."""
+"""Apply the scaling decisions to public traces, measured trainings and recorded runs."""

@@ -1,4 +1,4 @@
-"""The elastic model: measured step times and statistical efficiency, never a fit."""
+"""The elastic model: measured step times and statistical efficiency, without any fit."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from envscaler_airflow.planning.record import check_finite
 
 START_TYPE = "T4"
 SHEETS = {"T4": (320.0, 16.0), "V100-32GB": (900.0, 32.0), "A100-40GB": (1555.0, 40.0)}
-"""GB/s and GB of memory by type: how types compare before they are tried. Source: vendor datasheets."""
+"""GB/s and GB of memory by type, to compare types before they are measured. Source: vendor datasheets."""
 GPU_HOUR_USD = {"T4": 0.978, "V100-32GB": 3.06, "A100-40GB": 2.7447}
-"""$ per GPU-hour of the comparison. Source: AWS on-demand list, g4dn.12xlarge, p3.8xlarge, p4d.24xlarge."""
+"""$ per GPU-hour in the comparison. Source: AWS on-demand list, g4dn.12xlarge, p3.8xlarge, p4d.24xlarge."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Config:
-    """What a job may run on.
+    """A configuration that a job may run on.
 
     Attributes:
         gpu: Type.
-        nodes, gpus: Packed: as few nodes as hold the GPUs.
+        nodes, gpus: Packed: the fewest nodes that fit the GPUs.
     """
 
     gpu: str
@@ -42,31 +42,31 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One measured step: global batch, seconds, and the part that is synchronisation."""
+    """One measured step: global batch, seconds, and the part that is synchronization."""
 
     batch: int
     step_s: float
     sync_s: float
 
     def __post_init__(self) -> None:
-        """Refuse a step that takes no time."""
+        """Reject a step that takes no time."""
         if not 0 < self.step_s < math.inf or not 0 <= self.sync_s < math.inf:
             raise ValueError(f"step_time must be > 0 and sync_time >= 0, got {self.step_s}, {self.sync_s}")
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One training, as it was measured.
+    """The measurements of one training.
 
     Attributes:
         name: Key of ``models.json``.
         init_batch, max_batch: Bounds of the global batch.
         restart_s: Seconds that a start or a switch takes.
-        steps: By configuration, rising in batch.
+        steps: By configuration, in ascending order of the batch.
         epochs: Progress at the end of each epoch, in iterations at *init_batch*.
         noise: By batch of ``stat_efficiency.csv``: gradient noise scale (variance over square) by epoch.
         gpus_per_node: By type.
-        bandwidth_gbs, memory_gb: Of a GPU by type, from data sheets.
+        bandwidth_gbs, memory_gb: Of a GPU by type, from datasheets.
     """
 
     name: str
@@ -81,14 +81,14 @@ class Model:
     memory_gb: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse bounds and a restart that cannot be."""
+        """Reject invalid bounds and an invalid restart."""
         if not 0 < self.init_batch <= self.max_batch:
             raise ValueError(f"init_batch must be > 0 and <= max_batch, got {self.init_batch}")
         if not 0 <= self.restart_s < math.inf:
             raise ValueError(f"restart_s must be finite and >= 0, got {self.restart_s}")
 
     def noise_at(self, batch: int, epoch: int) -> float:
-        """Noise scale at *batch*: linear in log batch between the measured ones; the last epoch stays."""
+        """Noise scale at *batch*: linear in log batch between the measured ones; constant after the end."""
         batches = sorted(self.noise)
         at = bisect_left(batches, batch)
         if at == 0 or at == len(batches):
@@ -110,7 +110,7 @@ class Model:
         return (noise + 1) / (noise * self.init_batch / batch + 1)
 
     def best(self, config: Config, epoch: int) -> tuple[Step, float]:
-        """The feasible batch with most progress a second, and that rate."""
+        """The feasible batch with the most progress per second, and that rate."""
         return max(
             ((step, self.gain(step.batch, epoch) / step.step_s) for step in self.steps[config]),
             key=lambda pair: pair[1],
@@ -121,7 +121,7 @@ def load_models(folder: Path, types: Sequence[str]) -> dict[str, Model]:
     """Read ``models.json``, ``stat_efficiency.csv`` and every ``throughput_*.csv`` of the same columns.
 
     Raises:
-        SpecError: A file is missing or not of that form.
+        SpecError: A file is missing or has another form.
     """
     try:
         facts = json.loads((folder / "models.json").read_text(encoding="utf-8"))
@@ -154,7 +154,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _sheets(path: Path) -> dict[str, tuple[float, float]]:
-    """Bandwidth and memory by type: those of a file ``gpus.csv``, on top of the known ones."""
+    """Bandwidth and memory by type: the known ones, updated from the file ``gpus.csv``."""
     found = dict(SHEETS)
     for row in _read(path) if path.exists() else ():
         if row.get("mem_bw_gbs") and row.get("mem_gb"):
@@ -163,7 +163,7 @@ def _sheets(path: Path) -> dict[str, tuple[float, float]]:
 
 
 def _is_measured(row: Mapping[str, str]) -> bool:
-    """An empty or NaN time was not."""
+    """False for an empty or NaN time, which was not measured."""
     return row["step_time"].strip().lower() not in ("", "nan")
 
 
@@ -220,7 +220,7 @@ def _is_packed(placement: str, config: Config, per_node: Mapping[str, int], *, i
 
 
 def gpu_prices(path: Path | None, types: Sequence[str]) -> dict[str, float]:
-    """$ per GPU-hour by type: those of the comparison, else the row of the file with the most GPUs.
+    """$ per GPU-hour by type: those of the comparison, otherwise from the file's row with the most GPUs.
 
     Raises:
         SpecError: A type has no price, or the file cannot be read.

@@ -1,4 +1,4 @@
-"""The policy ``cost-to-finish`` on the elastic model: the learner and the probes of a live stage."""
+"""The policy ``cost-to-finish`` on the elastic model: the learner and the probes of a running stage."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from envscaler_airflow.simulate.elastic import Config
 from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticView
 
 SETTLE = 2
-"""Looks at a new configuration before the next move. Chosen: two minutes of steps."""
+"""Samples of a new configuration before the next move. Chosen: two minutes of steps."""
 BRIEF = 0.03
-"""A place that is left before this part of the work was done there has disappointed. Chosen."""
+"""A place disappoints if the job leaves it before doing this fraction of the work there. Chosen."""
 BAR_GROWS, BAR_POWER = 0.7, 1.5
-"""After n disappointments a probe must save ``1 + grows * n ** power`` times what the first must. Chosen."""
+"""After n disappointments a probe must save ``1 + grows * n ** power`` times as much as the first. Chosen."""
 AGAIN_POWER = 2.0
-"""One that disappointed n times must save ``(1 + n) ** power`` times the tolerance. Chosen: no see-saw."""
+"""A place that disappointed n times must save ``(1 + n) ** power`` times the tolerance. Chosen: no
+oscillation."""
 LOOKED_AT = 5
-"""Moves that are held against the tolerance, best first. Chosen."""
+"""Number of moves that are compared with the tolerance, best first. Chosen."""
 LOOK_AGAIN_S = 600.0
-"""Between looks once settled. Chosen."""
+"""Interval between samples once settled. Chosen."""
 
 
 class CostToFinish:
-    """Least expected cost + value of time, learning as it goes."""
+    """Lowest expected cost + value of time, learning during the run."""
 
     def __init__(self, *, tolerance: float = 0.03, probing: float = 0.07, prior: Prior | None = None) -> None:
-        """Parts of the objective that a move must save: to a place where it was, and to a new one.
+        """Set the fractions of the objective that a move must save: to a known place, and to a new one.
 
-        What a new place may disappoint by is in its expected objective already.
+        The expected objective of a new place already includes the risk of disappointment.
         """
         self._tolerance, self._probing = tolerance, probing
         self._prior = prior or Prior()
 
     def begin(self, job: ElasticJob) -> None:
-        """Forget."""
+        """Forget the previous job."""
         self._job = job
         model = job.model
         self._learner = Learner(
@@ -58,7 +59,7 @@ class CostToFinish:
         self._noise: float | None = None
 
     def choose(self, view: ElasticView) -> Config:
-        """Stay, or move where the expected objective is least."""
+        """Stay, or move where the expected objective is lowest."""
         if self._since and self._since[-1].config != view.config:
             self._since, self._looked_s = [], -LOOK_AGAIN_S
         self._since = [*self._since[-9:], view]
@@ -76,20 +77,20 @@ class CostToFinish:
         return view.config
 
     def _must_save(self, shape: Shape) -> float:
-        """Part of the objective."""
+        """Fraction of the objective that a move must save."""
         if shape in self._learner.seen:
             return self._tolerance * math.pow(1 + self._disappointed.get(shape, 0.0), AGAIN_POWER)
         return self._probing * (1 + BAR_GROWS * math.pow(sum(self._disappointed.values()), BAR_POWER))
 
     def _leave(self, here: Shape, view: ElasticView) -> None:
-        """Count *here* as a disappointment when little was done there; the start is none."""
+        """Count *here* as a disappointment if little work was done there; the start does not count."""
         is_brief = view.work_done - self._came_with < BRIEF * (view.work_done + view.work_left)
         if is_brief and self._came_with > 0:
             self._disappointed[here] = self._disappointed.get(here, 0.0) + 1
         self._came_with = view.work_done
 
     def _forgive(self, noise_scale: float) -> None:
-        """Once the noise has doubled, half of what disappointed is forgotten: other counts suit it now."""
+        """Once the noise has doubled, forget half of the disappointments: other counts are suitable now."""
         if self._noise is None:
             self._noise = noise_scale
         if noise_scale >= 2 * max(self._noise, 0.5):
@@ -97,7 +98,7 @@ class CostToFinish:
             self._disappointed = {shape: count / 2 for shape, count in self._disappointed.items()}
 
     def _looks(self, view: ElasticView) -> int:
-        """Looks before the first move from here; one when the work left is not worth waiting for more."""
+        """Samples before the first move from here; one if the remaining work does not justify more."""
         model = self._job.model
         left_s = view.work_left * view.step_s / gain(view.batch, model.init_batch, view.noise_scale)
         return 1 if left_s < SHORT_RESTARTS * model.restart_s else SETTLE

@@ -1,4 +1,4 @@
-"""Run a job of the elastic model under a policy, and its exact optimum."""
+"""Run a job of the elastic model under a policy, and compute its exact optimum."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.simulate.elastic import Config, Model, Step
 
 DECISION_S = 60.0
-"""Between two questions to a policy, seconds. Chosen: every other check of a sensor."""
+"""Seconds between two calls of a policy. Chosen: every other check of a sensor."""
 NOISE = 0.03
-"""Standard deviation of the logarithm of a measured step. Chosen: no single measurement is to be believed."""
+"""Standard deviation of the logarithm of a measured step. Chosen: no single measurement is reliable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ElasticJob:
 
     Attributes:
         model: The training.
-        configs: What it may run on.
+        configs: The configurations that it may run on.
         usd_per_gpu_hour: By type.
         value_of_hour: USD.
         factor: Its work, as a multiple of the original.
@@ -43,13 +43,13 @@ class ElasticJob:
         return self.usd_per_gpu_hour[config.gpu] * config.gpus
 
     def objective_per_s(self, config: Config) -> float:
-        """Cost + value of time, a second."""
+        """Cost + value of time, per second."""
         return (self.usd_per_hour(config) + self.value_of_hour) / SECONDS_PER_HOUR
 
 
 @dataclass(slots=True)
 class ElasticView:
-    """What a policy sees every 60 s: its own numbers, and nothing of places where it has not been."""
+    """What a policy sees every 60 s: its own measurements, and nothing about places that it has not used."""
 
     elapsed_s: float
     config: Config
@@ -63,13 +63,13 @@ class ElasticView:
 
 
 class ElasticPolicy(Protocol):
-    """Answers a configuration every 60 s."""
+    """Returns a configuration every 60 s."""
 
     def begin(self, job: ElasticJob) -> None:
-        """Forget the last job.
+        """Forget the previous job.
 
-        Of *job* only what a live stage knows may be used: bounds of the batch, configurations and
-        prices, restart seconds, the value of an hour; never its steps.
+        Of *job*, a policy may use only what a running stage knows: bounds of the batch, configurations and
+        prices, restart seconds, and the value of an hour; never its steps.
         """
 
     def choose(self, view: ElasticView) -> Config:
@@ -78,7 +78,7 @@ class ElasticPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ElasticRun:
-    """One simulated job: cost, time and the way it went."""
+    """One simulated job: cost, time, and the configurations that it used."""
 
     cost_usd: float
     time_h: float
@@ -88,7 +88,7 @@ class ElasticRun:
 
 
 class ElasticTraining:
-    """A job under way, a minute at a time. The start is a restart, and so is each switch; both are billed.
+    """A running job, one minute at a time. The start and each switch are restarts, and both are billed.
 
     Attributes:
         job: The job.
@@ -98,7 +98,7 @@ class ElasticTraining:
     """
 
     def __init__(self, job: ElasticJob, *, seed: int) -> None:
-        """Restart on the job's start."""
+        """Restart on the job's start configuration."""
         self._random = Random(seed)  # noqa: S311  # noise, not secrets
         self._truth = _Truth(job)
         self._total = self._truth.ends[-1]
@@ -114,7 +114,7 @@ class ElasticTraining:
 
     @property
     def objective(self) -> float:
-        """Cost and value of the time, so far."""
+        """Cost plus the value of the time so far."""
         return self.usd + self.job.value_of_hour * self.time_s / SECONDS_PER_HOUR
 
     def advance(self) -> None:
@@ -123,7 +123,7 @@ class ElasticTraining:
         self._pass(took)
 
     def switch(self, config: Config) -> None:
-        """Restart on *config*; nothing when it runs there."""
+        """Restart on *config*; no effect if it already runs there."""
         if config == self.config:
             return
         self.config, self.restarts = config, self.restarts + 1
@@ -153,7 +153,7 @@ class ElasticTraining:
 
 
 def simulate_elastic(job: ElasticJob, policy: ElasticPolicy, *, seed: int) -> ElasticRun:
-    """Run *job* to its end under *policy*, which is asked every minute."""
+    """Run *job* to its end under *policy*, which is called every minute."""
     training = ElasticTraining(job, seed=seed)
     policy.begin(job)
     training.advance()
@@ -165,7 +165,7 @@ def simulate_elastic(job: ElasticJob, policy: ElasticPolicy, *, seed: int) -> El
 
 
 def elastic_optimum(job: ElasticJob) -> float:
-    """Least objective of any schedule that switches at epoch borders, the start's restart inside."""
+    """Lowest objective of any schedule that switches at epoch ends, including the restart at the start."""
     truth = _Truth(job)
     rate = [{c: truth.best(c, e)[1] for c in job.configs} for e in range(len(truth.ends))]
     after = dict.fromkeys(job.configs, 0.0)
@@ -178,7 +178,7 @@ def elastic_optimum(job: ElasticJob) -> float:
 
 
 def best_fixed(job: ElasticJob) -> float:
-    """Least objective of one configuration for the whole job, with one restart."""
+    """Lowest objective of one configuration for the whole job, with one restart."""
     truth = _Truth(job)
     costs = []
     for config in job.configs:

@@ -1,4 +1,4 @@
-"""Both models as environments to train a policy in, with the calls of Gymnasium (and without needing it)."""
+"""Both models as environments to train a policy in, with Gymnasium's methods (but without requiring it)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotVie
 from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticTraining
 
 Draw = Callable[[Random], tuple[SpotJob, Mapping[str, Sequence[int]]]]
-"""Draws a job and the availability of its zones from its start on."""
+"""Draws a job and the availability of its zones, starting with the job."""
 
 
 class SpotEnv:
-    """Steps of one tick. Actions: 0 nothing, 1 on-demand, 2 and on: the zones in order.
+    """Steps of one tick. Actions: 0 nothing, 1 on-demand, 2 and above: the zones in order.
 
-    The observation has resources, queue and prices: ``ticks_left``, ``work_left_s``, ``owed_s``,
-    ``running`` (as an action), ``up`` (one for each zone), ``on_demand_usd`` and ``spot_usd``. The
-    reward is minus the objective: the cost of the tick. The guard turns an unsafe action into
-    on-demand, and ``info["answer"]`` says what was run.
+    The observation has resources, queue and prices: ``ticks_left``, ``work_left_s``, ``owed_s``, ``running``
+    (as an action), ``up`` (one for each zone), ``on_demand_usd`` and ``spot_usd``. The reward is minus the
+    objective: the cost of the tick. The guard turns an unsafe action into on-demand, and ``info["answer"]``
+    contains what was run.
     """
 
     metadata: Mapping[str, Any] = {"render_modes": []}
 
     def __init__(self, draw: Draw) -> None:
-        """Episodes come from *draw*."""
+        """Draw each episode with *draw*."""
         self._draw = draw
         self._random = Random()  # noqa: S311  # episodes, not secrets
         self._running: str | None = None
@@ -33,7 +33,7 @@ class SpotEnv:
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode; the same seed begins the same one. *options* are not used."""
+        """Start an episode; the same seed starts the same one. *options* are not used."""
         del options
         if seed is not None:
             self._random = Random(seed)  # noqa: S311  # episodes, not secrets
@@ -95,20 +95,20 @@ class ElasticEnv:
 
     The observation has what a policy sees: ``action`` (where it runs), ``batch``, ``step_s``, ``sync_s``,
     ``noise_scale``, ``work_left``, and the price of every action. The reward is minus the objective: cost and
-    value of the time that the step took, a restart inside when the action is another one.
+    value of the time of the step, including the restart if the action changes.
     """
 
     metadata: Mapping[str, Any] = {"render_modes": []}
 
     def __init__(self, draw: Callable[[Random], ElasticJob]) -> None:
-        """Episodes come from *draw*."""
+        """Draw each episode with *draw*."""
         self._draw = draw
         self._random = Random()  # noqa: S311  # episodes, not secrets
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode; the same seed begins the same one. *options* are not used."""
+        """Start an episode; the same seed starts the same one. *options* are not used."""
         del options
         if seed is not None:
             self._random = Random(seed)  # noqa: S311  # episodes, not secrets
@@ -117,7 +117,7 @@ class ElasticEnv:
         return self._observation(), {"objective": self._training.objective}
 
     def step(self, action: int) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Switch when *action* is another place, and train a minute: observation, reward, terminated, ..."""
+        """Switch if *action* is another place, and train a minute: observation, reward, terminated, ..."""
         training = self._training
         before = training.objective
         training.switch(training.job.configs[action])

@@ -1,4 +1,4 @@
-"""Pictures of single jobs."""
+"""Plots of single jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plot_spot(
     earlier: Traces | None = None,
     price_changes: Mapping[str, Sequence[tuple[int, float]]] | None = None,
 ) -> None:
-    """Availability of each zone, and what the policy ran, over the hours of the job that *row* tells of.
+    """Plot the availability of each zone and what the policy ran, over the hours of the job in *row*.
 
     Raises:
         SpecError: matplotlib is not installed.
@@ -52,7 +52,7 @@ def plot_spot(
 
 
 def plot_elastic(path: Path, row: Mapping[str, Any]) -> None:
-    """Where one job ran, over its hours.
+    """Plot where one job ran, over its hours.
 
     Raises:
         SpecError: matplotlib is not installed.

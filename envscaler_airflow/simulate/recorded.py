@@ -1,4 +1,4 @@
-"""A recorded run under another policy: what it would have decided, and what that would have come to."""
+"""Replay a recorded run under another policy, with the decisions and their estimated effect."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def replay_run(
     *,
     policies: Mapping[str, ScalingPolicy] | None = None,
 ) -> dict[str, Any]:
-    """Decide every recorded check again, under the recorded policy or another one.
+    """Repeat the decision of every recorded check, under the recorded policy or another one.
 
-    Up to the first decision that differs, what is said is fact. From there on the run would have
-    gone another way: those checks are still decided on what was seen, and labelled
-    ``counterfactual``; hours and $ of a move are estimates by the policy's own numbers.
+    Up to the first decision that differs, the results are facts. After it, the run would have continued
+    differently: the later checks still use the recorded observations and are labelled ``counterfactual``. The
+    hours and $ of a move are estimates from the policy's own numbers.
 
     Raises:
         ValueError: No policy of that name.

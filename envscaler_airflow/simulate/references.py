@@ -1,4 +1,4 @@
-"""Spot policies to compare with, written from their papers."""
+"""Spot policies for comparison, implemented from their papers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Stay:
     """Never moves."""
 
     def begin(self, job: ElasticJob) -> None:
-        """Nothing to remember."""
+        """Nothing to store."""
 
     def choose(self, view: ElasticView) -> Config:
-        """Here."""
+        """Return the current configuration."""
         return view.config
 
 
 class _Ladder:
-    """Counts of the type that the job runs on, rising."""
+    """GPU counts of the type that the job runs on, ascending."""
 
     def begin(self, job: ElasticJob) -> None:
-        """Forget the last job."""
+        """Forget the previous job."""
         self._job = job
         self._agree = 0
         self._since_s = 0.0
@@ -52,15 +52,15 @@ class _Ladder:
 
 
 class Hpa(_Ladder):
-    """Out above 80 % of utilisation, in below 40 %, three looks in a row, five minutes between moves.
+    """Scale out above 80 % utilization, in below 40 %: three samples in a row, five minutes between moves.
 
-    Utilisation is the part of a step that is not synchronisation.
+    Utilization is the part of a step that is not synchronization.
 
     Source: kubernetes.io, Horizontal Pod Autoscaling; thresholds chosen as those of the policy ``threshold``.
     """
 
     def choose(self, view: ElasticView) -> Config:
-        """By utilisation alone."""
+        """Decide by utilization only."""
         used = 1 - view.sync_s / view.step_s
         wish = 1 if used > 0.8 else -1 if used < 0.4 else 0
         is_new = self._is_new(view)
@@ -71,14 +71,14 @@ class Hpa(_Ladder):
 
 
 class OrEtAl(_Ladder):
-    """Add workers while the last ones added a fair part of what linear scaling would have.
+    """Add workers while the previous addition achieved enough of linear scaling.
 
     Source: Or, Zhang and Freedman, Resource Elasticity in Distributed Deep Learning, MLSys 2020, section 4:
     throughput scaling efficiency, here with a threshold of one half.
     """
 
     def choose(self, view: ElasticView) -> Config:
-        """Up while it scales; back once when it does not."""
+        """Scale up while it is efficient; go back once when it is not."""
         is_new = self._is_new(view)
         self._rates[view.config] = view.batch / view.step_s
         below, above = self._other(view.config, -1), self._other(view.config, 1)
@@ -93,13 +93,13 @@ class OrEtAl(_Ladder):
 
 
 class Pollux(_Ladder):
-    """As many GPUs as keep the speed-up per GPU within a band, by a fitted goodput model.
+    """Keep the speed-up per GPU within a band, by a fitted goodput model.
 
     Source: Qiao et al., Pollux, OSDI 2021, section 4.2.3 (cloud auto-scaling), with a band of 0.55 to 0.75.
     """
 
     def begin(self, job: ElasticJob) -> None:
-        """Forget the last job."""
+        """Forget the previous job."""
         super().begin(job)
         model = job.model
         self._learner = Learner(model.init_batch, model.max_batch, model.bandwidth_gbs, model.memory_gb)
@@ -127,11 +127,11 @@ class Pollux(_Ladder):
 def spot_optimum(
     job: SpotJob, zones: Mapping[str, Sequence[int]], prices: Mapping[str, Sequence[float]] | None = None
 ) -> float:
-    """Least cost in USD of finishing by the deadline, knowing the whole trace.
+    """Lowest cost in USD of finishing by the deadline, with the whole trace known.
 
-    Backward over ticks; the state is the market with what its launch still owes, and the time
-    that may still be lost, in the greatest unit that divides tick and overhead (whole seconds), so nothing
-    is rounded.
+    Solved backward over ticks. The state is the market with the remaining overhead of its launch, and the
+    time that may still be lost. Its unit is the greatest one that divides tick and overhead (whole seconds),
+    so nothing is rounded.
     """
     import numpy as np  # noqa: PLC0415  # the optimum alone needs it
 
@@ -158,7 +158,7 @@ def spot_optimum(
 
 
 def _pays(gap: int, overhead: int) -> list[int]:
-    """Overhead paid in a tick, by state: the first is a paid-off launch, the last one a new launch."""
+    """Overhead paid in a tick, by state: the first state is a paid-off launch, the last one a new launch."""
     rest = [min(gap, overhead - start) for start in range(0, overhead, gap)] or [0]
     return [0, *reversed(rest)]
 
@@ -194,7 +194,7 @@ class OnDemand:
     """On-demand from start to end."""
 
     def begin(self, job: SpotJob, history: Mapping[str, Sequence[int]]) -> None:
-        """Nothing to remember."""
+        """Nothing to store."""
 
     def choose(self, view: SpotView) -> str | None:  # noqa: ARG002  # looks at nothing
         """On-demand."""
@@ -202,37 +202,37 @@ class OnDemand:
 
 
 class Greedy:
-    """Spot when up, else wait; the guard brings on-demand at the last moment, and it stays."""
+    """Spot when up, otherwise wait; at the last moment the guard switches to on-demand for good."""
 
     def begin(self, job: SpotJob, history: Mapping[str, Sequence[int]]) -> None:  # noqa: ARG002  # learns nothing
-        """Remember the job."""
+        """Store the job."""
         self._job = job
 
     def choose(self, view: SpotView) -> str | None:
-        """The zone that runs, else any that is up, else none."""
+        """The zone that runs, otherwise any that is up, otherwise none."""
         if view.running == ON_DEMAND:
             return ON_DEMAND
         return _zone(view) or next(iter(view.unknown()), None)
 
 
 class UniformProgress:
-    """Uniform Progress, and its failover when there are several zones.
+    """Uniform Progress, and its failover between several zones.
 
-    Keep to the line ``t * W / D``. Spot up: spot. Spot down: none when ahead of the line,
-    on-demand when behind. From on-demand back to spot only when progress is at or above the
-    line at ``t + 2 * overhead``; when spot is down, on-demand stays. Where zones are known only by asking,
-    it asks one after the other whenever it wants spot.
+    The policy follows the line ``t * W / D``. Spot up: spot. Spot down: nothing when ahead of the line,
+    on-demand when behind. It returns from on-demand to spot only when progress is at or above the line at ``t
+    + 2 * overhead``; when spot is down, on-demand stays. If only a request reveals whether a zone is up, it
+    requests one after the other when it wants spot.
 
     Source:
         Wu et al., Can't Be Late: Optimizing Spot Instance Savings under Deadlines, NSDI 2024, section 4.
     """
 
     def begin(self, job: SpotJob, history: Mapping[str, Sequence[int]]) -> None:  # noqa: ARG002  # learns nothing
-        """Remember the job."""
+        """Store the job."""
         self._job = job
 
     def choose(self, view: SpotView) -> str | None:
-        """By the line."""
+        """Decide by the line."""
         job = self._job
         progress, now_s = job.work_s - view.work_left_s, view.tick * job.gap_s
         slope = job.work_s / (job.ticks * job.gap_s)
@@ -246,7 +246,7 @@ class UniformProgress:
 
 
 def _zone(view: SpotView) -> str | None:
-    """The zone that runs, else the cheapest that is up, the first of equal ones."""
+    """The zone that runs, otherwise the cheapest that is up; the first one for equal prices."""
     if view.running is not None and view.running != ON_DEMAND:
         return view.running
     zones = [name for name, is_up in view.up.items() if is_up]

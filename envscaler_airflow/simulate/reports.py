@@ -1,4 +1,4 @@
-"""Many simulated jobs as one JSON report: what the shell prints and the benchmarks average."""
+"""Many simulated jobs as one JSON report: the CLI prints it and the benchmarks average it."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ TYPES = ("T4", "V100-32GB", "A100-40GB")
 VALUES = (0.25, 1.0, 4.0, 16.0)
 """Values of an hour, in $/h of the cheapest configuration."""
 MOST_TICKS = 1_000_000
-"""Longest job that is simulated. Chosen: nineteen years of ten minutes; it is a wrong unit."""
+"""Longest simulated job. Chosen: nineteen years of ten-minute ticks; more indicates a wrong unit."""
 LONG = {"cifar10": 40.0, "yolov3": 6.0, "imagenet": 1.0}
-"""Work of the long track, in original lengths."""
+"""Work of the long track, as multiples of the original."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpotCell:
     """One deadline and overhead, at one pair of prices, over windows of one file of traces.
 
-    *ask_s*: zones are known only by asking, which takes so long; None: all is seen.
+    *ask_s*: only a request reveals whether a zone is up, and it takes this long; None: everything is visible.
     """
 
     work_h: float
@@ -72,7 +72,7 @@ class SpotCell:
         """The job at this tick.
 
         Raises:
-            SpecError: The deadline cannot be met, or a number is none.
+            SpecError: The deadline cannot be met, or a number is not valid.
         """
         try:
             check_finite(ask_s=self.ask_s)
@@ -111,9 +111,9 @@ def spot_jobs(  # noqa: PLR0913  # what a job is made of
     with_optimum: bool = False,
     on_job: Callable[[int], None] = _quiet,
 ) -> list[dict[str, Any]]:
-    """One job for each window whose zone the traces hold; with *zones*, one over all of them for each start.
+    """One job for each window whose zone the traces contain; with *zones*, one over all zones per start.
 
-    *on_job* is called after each with the number of all.
+    *on_job* is called after each with the total number.
 
     Raises:
         SpecError: No window fits the traces.
@@ -137,7 +137,7 @@ def spot_jobs(  # noqa: PLR0913  # what a job is made of
 def _starts(
     traces: Traces, windows: Iterable[Window], zones: Sequence[str]
 ) -> dict[tuple[str, ...], dict[int, Window]]:
-    """Windows by the zones of their job and by start."""
+    """Windows, grouped by the zones of their job and by start."""
     starts: dict[tuple[str, ...], dict[int, Window]] = {}
     for window in windows:
         if window.zone in (zones or traces.zones) and window.zone in traces.zones:
@@ -167,7 +167,7 @@ def _spot_row(window: Window, names: Sequence[str], cell: SpotCell, run: SpotRun
 
 
 def spot_summary(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means, worst, late."""
+    """Means, worst case, and number of late jobs."""
     costs = [job["cost_usd"] for job in jobs]
     summary = {
         "jobs": len(jobs),
@@ -186,12 +186,12 @@ def spot_summary(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Which configurations a job may take and how long it is.
+    """Which configurations a job may use and how long it is.
 
     Attributes:
         is_type: All types, not only the one it starts on.
         is_long: Work multiplied as in :data:`LONG`.
-        work: Multiples by model, before the others.
+        work: Multiples by model, applied before the others.
     """
 
     is_type: bool
@@ -209,7 +209,7 @@ class Track:
         """A job of *model*; *at* multiplies the $/h of its cheapest configuration unless a value is given.
 
         Raises:
-            SpecError: One GPU of the start type was not measured.
+            SpecError: There is no measurement of one GPU of the start type.
         """
         configs = tuple(c for c in model.steps if c.gpu in prices and (self.is_type or c.gpu == START_TYPE))
         start = Config(START_TYPE, 1, 1)
@@ -233,7 +233,7 @@ def elastic_jobs(
     values_of_hour: Sequence[float] = (),
     on_job: Callable[[int], None] = _quiet,
 ) -> list[dict[str, Any]]:
-    """Every model at every value of an hour and seed; *on_job* is called after each with how many."""
+    """Every model at every value of an hour and seed; *on_job* is called after each with the total number."""
     jobs = []
     values: list[tuple[float | None, float]] = [(value, 0.0) for value in values_of_hour]
     for model in models:
@@ -262,7 +262,7 @@ def elastic_jobs(
 
 
 def elastic_summary(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means and worst."""
+    """Means and worst case."""
     regrets = [job["regret"] for job in jobs]
     return {
         "jobs": len(jobs),

@@ -1,4 +1,4 @@
-"""The spot model, tick by tick: the same guard and the same answers as a live stage."""
+"""The spot model, tick by tick, with the same guard and the same answers as a running stage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotVie
 
 
 class SpotPolicy(Protocol):
-    """Answers a zone, ``on-demand`` or None at the start of every tick; the guard has the last word."""
+    """Returns a zone, ``on-demand`` or None at the start of every tick; the guard may override it."""
 
     def begin(self, job: SpotJob, history: Mapping[str, Sequence[int]]) -> None:
-        """Forget the last job; *history* has each zone's ticks before the start, oldest first."""
+        """Forget the previous job; *history* has each zone's ticks before the start, oldest first."""
 
     def choose(self, view: SpotView) -> str | None:
         """What to run in this tick."""
@@ -27,7 +27,7 @@ class SpotRun:
     Attributes:
         cost_usd: Whole ticks at the prices of their markets.
         finished_h: When the work was done.
-        is_late: True when that was after the deadline; the guard makes it impossible.
+        is_late: True when that was after the deadline; the guard makes this impossible.
         launches: Starts, on-demand and spot.
         answers: Per tick, for plots.
     """
@@ -48,20 +48,20 @@ def simulate_spot(
     prices: Mapping[str, Sequence[float]] | None = None,
     ask_s: float | None = None,
 ) -> SpotRun:
-    """Run *job* under *policy* on the availability of *zones* (above 0: can be had).
+    """Run *job* under *policy* on the availability of *zones* (above 0: available).
 
-    Every launch (after a loss, after none, or on a switch of market or zone) owes the
-    overhead, consumed from paid time. Work done is kept. An answer that the guard refuses, or
-    a zone that is not up, becomes on-demand.
+    Every launch (after a loss, after a pause, or on a switch of market or zone) adds the overhead, which uses
+    up paid time. Completed work is kept. An answer that the guard rejects, or a zone that is not up, becomes
+    on-demand.
 
     Args:
         job: Work, deadline and prices.
-        zones: Ticks from the start of the job on; a tick behind the end is not up.
-        policy: Told the job and the *history* first.
+        zones: Ticks from the start of the job on; zones are not up after the last tick.
+        policy: Receives the job and the *history* first.
         history: Ticks before the start, for policies that learn.
         prices: Spot $/h by zone and tick; the job's own where absent.
-        ask_s: Partial visibility: whether a zone is up is known only by asking for it, which takes so
-            many seconds while nothing runs; None: all is seen.
+        ask_s: Partial visibility: only a request reveals whether a zone is up, which takes this many seconds
+            while nothing runs; None: everything is visible.
     """
     policy.begin(job, history or {})
     state = _State(job.work_s)
@@ -82,7 +82,7 @@ def simulate_spot(
 
 @dataclass(slots=True)
 class _State:
-    """A job under way; *last_s* is how much of the last tick it took."""
+    """A running job; *last_s* is how much of the last tick it used."""
 
     work_s: float
     owed_s: float = 0.0
@@ -93,7 +93,7 @@ class _State:
     answers: list[str | None] = field(default_factory=list)
 
     def run(self, job: SpotJob, answer: str | None, usd: Mapping[str, float], asked_s: float) -> None:
-        """One tick, of which asking took *asked_s*, the whole at most."""
+        """Run one tick, of which requests took *asked_s*, at most the whole tick."""
         self.answers.append(answer)
         if answer is None:
             self.running, self.owed_s = None, 0.0
@@ -112,7 +112,7 @@ class _State:
 
 
 def _ask(job: SpotJob, view: SpotView, policy: SpotPolicy, ask_s: float) -> str | None:
-    """What *policy* answers when it sees only what runs and what it asks for; leaves the time in *view*."""
+    """The answer of *policy* if it sees only what runs and what it requests; stores the time in *view*."""
     truth, running = view.up, view.running
     known: dict[str, bool] = {running: True} if running is not None and running in truth else {}
     view.up, view.hidden, view.ask_s = known, tuple(truth), ask_s

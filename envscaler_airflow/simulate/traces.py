@@ -14,7 +14,7 @@ from envscaler_airflow.scaling.deadline.facts import ON_DEMAND
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Availability by zone: above 0 spot can be had for the whole tick, 0 not, -1 unknown.
+    """Availability by zone: above 0 spot is available for the whole tick, 0 unavailable, -1 unknown.
 
     Attributes:
         first: Number of the first tick in the file.
@@ -35,7 +35,7 @@ class Traces:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A start to simulate."""
+    """A start time and length to simulate."""
 
     dataset: str
     zone: str
@@ -44,7 +44,7 @@ class Window:
     gap_s: float
 
     def __post_init__(self) -> None:
-        """Refuse a tick without a length."""
+        """Reject a tick without a length."""
         if not 0 < self.gap_s < math.inf:
             raise ValueError(f"gap_seconds must be finite and > 0, got {self.gap_s!r}")
 
@@ -53,7 +53,7 @@ def read_traces(path: Path) -> Traces:
     """Traces of one data set: column ``tick``, then one for each zone. An empty cell and NaN are unknown.
 
     Raises:
-        SpecError: The file is not of that form; the message says where.
+        SpecError: The file has another form; the message names the place.
     """
     rows = _rows(path, ("tick",))
     zones = [name for name in rows[0] if name != "tick"]
@@ -76,10 +76,10 @@ def _instances(cell: str) -> int:
 
 
 def read_windows(path: Path) -> list[Window]:
-    """Starts: ``dataset, zone, start_tick, n_ticks, gap_seconds``.
+    """Windows: ``dataset, zone, start_tick, n_ticks, gap_seconds``.
 
     Raises:
-        SpecError: The file is not of that form.
+        SpecError: The file has another form.
     """
     rows = _rows(path, ("dataset", "zone", "start_tick", "n_ticks", "gap_seconds"))
     try:
@@ -98,7 +98,7 @@ def read_windows(path: Path) -> list[Window]:
 
 
 def of_dataset(windows: Sequence[Window], traces: Path, dataset: str | None = None) -> list[Window]:
-    """Windows of *dataset*; by default of the one that the name of the traces' file begins with, else all."""
+    """Windows of *dataset*; by default the one that the name of the traces' file begins with, or all."""
     names = {window.dataset for window in windows}
     if dataset is None:
         begun = [name for name in names if traces.name.startswith(name)]
@@ -112,7 +112,7 @@ def read_price_changes(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Spot $/h by zone: ``zone, tick, spot_usd_per_h``, a row at each change, in any order.
 
     Raises:
-        SpecError: The file is not of that form, or a price is none.
+        SpecError: The file has another form, or a price is not valid.
     """
     changes: dict[str, list[tuple[int, float]]] = {}
     for at, row in enumerate(_rows(path, ("zone", "tick", "spot_usd_per_h"))):
@@ -159,12 +159,12 @@ def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """What one job meets, by zone.
+    """The conditions of one job, by zone.
 
     Attributes:
         zones: Availability from its start on, a value for each tick.
         past: The same before its start, oldest first.
-        prices: USD an hour on spot at each tick, of zones where they are known to change.
+        prices: Spot USD per hour at each tick, for zones whose price changes are known.
     """
 
     zones: Mapping[str, Sequence[int]]

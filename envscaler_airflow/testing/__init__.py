@@ -1,4 +1,4 @@
-"""Public fakes for tests: a scripted backend, a clock by hand, a store with faults."""
+"""Public fakes for tests: a scripted backend, a manual clock, a store with faults."""
 
 from envscaler_airflow.testing.backend import ElasticBackend, ScriptedBackend, cpu_offer
 from envscaler_airflow.testing.faulty_store import FaultyStore

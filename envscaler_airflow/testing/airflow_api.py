@@ -1,4 +1,4 @@
-"""A client of Airflow's public REST API, as far as tests and the demo need it."""
+"""A client of Airflow's public REST API with the calls that tests and the demo need."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import httpx
 T = TypeVar("T")
 
 DONE = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
-"""Task states that Airflow leaves only when somebody clears the task."""
+"""Task states that change only when a user clears the task."""
 
 _RETRIES = 10
 _RETRY_S = 0.5
-"""How often a request is repeated whose transaction SQLite refused. Chosen: writers hold it for less."""
+"""How often a request is retried after SQLite refused its transaction. Chosen: writers lock it for less."""
 
 
 class AirflowApi:
-    """Calls ``/api/v2`` of one Airflow whose simple auth manager lets everyone in as admin."""
+    """Calls ``/api/v2`` of one Airflow whose simple auth manager admits every user as admin."""
 
     def __init__(self, url: str) -> None:
-        """Remember *url*, such as ``http://127.0.0.1:8080``; nothing is called yet."""
+        """Store *url*, such as ``http://127.0.0.1:8080``; nothing is called yet."""
         self.url = url
         self._client = httpx.Client(base_url=url, timeout=30)
         self._token: str | None = None
 
     def close(self) -> None:
-        """Close the connections; nothing can be asked any more."""
+        """Close the connections; later calls fail."""
         self._client.close()
 
     def health(self) -> dict[str, str | None]:
-        """State of ``metadatabase``, ``scheduler``, ``triggerer`` and ``dag_processor``."""
+        """Status of ``metadatabase``, ``scheduler``, ``triggerer`` and ``dag_processor``."""
         answer = self._client.get("/api/v2/monitor/health", timeout=5)
         answer.raise_for_status()
         return {name: part["status"] for name, part in answer.json().items()}
@@ -42,7 +42,7 @@ class AirflowApi:
     def call(self, method: str, path: str, *, body: Any = None, **query: Any) -> Any:
         """JSON answer of one request below ``/api/v2``, with a token; None when it is empty.
 
-        Repeated while SQLite is locked by another service: nothing was done then.
+        The request is retried while another service locks SQLite: it then had no effect.
 
         Raises:
             httpx.HTTPStatusError: Any answer but 2xx; the body's detail is in its notes.
@@ -64,10 +64,10 @@ class AirflowApi:
         return answer.json() if answer.content else None
 
     def wait(self, ask: Callable[[], T | None], *, timeout_s: float, what: str, every_s: float = 0.5) -> T:
-        """The first answer of *ask* that is true. A server that takes too long has not answered yet.
+        """The first true result of *ask*. A server that takes too long counts as no answer yet.
 
         Raises:
-            TimeoutError: None came within *timeout_s*; says *what* was waited for.
+            TimeoutError: There was none within *timeout_s*; names *what* was waited for.
         """
         give_up = time.monotonic() + timeout_s
         while True:
@@ -178,18 +178,18 @@ class AirflowApi:
     def logs(
         self, dag_id: str, run_id: str, task_id: str, *, try_number: int = 1, map_index: int = -1
     ) -> list[str]:
-        """Lines of one try's log, the trigger's included, oldest first."""
+        """Lines of one try's log, including the trigger's, oldest first."""
         path = f"{_task(dag_id, run_id, task_id)}/logs/{try_number}"
         content = self.call("GET", path, full_content=True, map_index=map_index)["content"]
         return [_line(item) for item in content]
 
     def set_state(self, dag_id: str, run_id: str, task_id: str, state: str, *, map_index: int = -1) -> None:
-        """What "Mark as failed" and "Mark as success" in the UI do."""
+        """The action "Mark as failed" or "Mark as success" of the UI."""
         path = _task(dag_id, run_id, task_id) + _mapped(map_index)
         self.call("PATCH", path, body={"new_state": state})
 
     def clear(self, dag_id: str, run_id: str, task_ids: Collection[str], *, downstream: bool = False) -> None:
-        """What "Clear" in the UI does, whatever the state of the tasks."""
+        """The action "Clear" of the UI, in any state of the tasks."""
         body = {
             "dry_run": False,
             "dag_run_id": run_id,
@@ -201,7 +201,7 @@ class AirflowApi:
         self.call("POST", f"/dags/{_part(dag_id)}/clearTaskInstances", body=body)
 
     def set_run_state(self, dag_id: str, run_id: str, state: str) -> None:
-        """What "Mark Dag Run as ..." in the UI does: its unfinished tasks get a final state too."""
+        """The action "Mark Dag Run as ..." of the UI: its unfinished tasks get a final state too."""
         self.call("PATCH", _run(dag_id, run_id), body={"state": state})
 
     def delete_dag_run(self, dag_id: str, run_id: str) -> None:
@@ -211,7 +211,7 @@ class AirflowApi:
     def xcom(
         self, dag_id: str, run_id: str, task_id: str, key: str = "return_value", *, map_index: int = -1
     ) -> Any:
-        """The value, None when there is none of that key."""
+        """The value; None when there is none with that key."""
         path = f"{_task(dag_id, run_id, task_id)}/xcomEntries/{_part(key)}"
         try:
             return self.call("GET", path, map_index=map_index)["value"]

@@ -1,13 +1,11 @@
-"""A real Airflow of one's own: separate processes, a throwaway home, free ports.
+"""A real Airflow of your own: separate processes, a temporary home, free ports.
 
-``AirflowServices`` starts scheduler (with LocalExecutor), triggerer, dag
-processor and API server, each in a session of its own, on SQLite, with a config
-file in the home. A Ctrl-C in the terminal therefore reaches only the caller: the
-``with`` block ends and :meth:`AirflowServices.stop` ends everything that the
-home has started, training that was detached on purpose included. Should the
-caller itself be killed, a guard process does the same at once. Nothing outside
-the home is read or written, and only processes that carry the home's mark are
-ended (see ``processes.py``).
+``AirflowServices`` starts scheduler (with LocalExecutor), triggerer, dag processor and API server, each in
+its own session, on SQLite, with a config file in the home. A Ctrl-C in the terminal therefore reaches only
+the caller. The ``with`` block then ends, and :meth:`AirflowServices.stop` ends everything that the home has
+started, including deliberately detached training. If the caller itself is killed, a guard process does the
+same at once. Nothing outside the home is read or written, and only processes with the home's mark are ended
+(see ``processes.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from envscaler_airflow.testing.airflow_api import AirflowApi
 
 Component = Literal["api-server", "scheduler", "dag-processor", "triggerer"]
 COMPONENTS: tuple[Component, ...] = ("api-server", "scheduler", "dag-processor", "triggerer")
-"""In the order in which they are started."""
+"""The components, in the order in which they are started."""
 
 _HEALTH = {"scheduler": "scheduler", "dag-processor": "dag_processor", "triggerer": "triggerer"}
 _INTERVALS: dict[str, dict[str, object]] = {
@@ -57,25 +55,26 @@ _INTERVALS: dict[str, dict[str, object]] = {
         "min_file_process_interval": 30,
         "bundle_refresh_check_interval": 2,
     },
-    # A new API server builds its schemas at the first request: over 38 s on two cores that twenty processes
-    # used, where Airflow's 5 s, tried five times, lost the task. Chosen: twice that, and a little more.
+    # A new API server builds its schemas at the first request. That took over 38 s on two cores that twenty
+    # processes used, and the task was lost after Airflow's five attempts of 5 s. Chosen: twice that, and a
+    # little more.
     "workers": {"min_heartbeat_interval": 1, "execution_api_timeout": 90},
 }
-"""Seconds and counts of a throwaway Airflow. Chosen: what is waited for comes within seconds."""
+"""Timeouts in seconds and retry counts of a temporary Airflow. Chosen: every wait takes seconds."""
 _START_S = 600.0
 """Longest start, seconds. Chosen: twice what it took on two cores that ten other processes used."""
 _GRACE_S = 5.0
-"""From the request to the kill, seconds. Chosen: a throwaway Airflow has nothing to save."""
+"""Seconds from the request to the kill. Chosen: a temporary Airflow has nothing to save."""
 
 
 class AirflowServices(AirflowApi):
-    """Starts, asks, breaks and stops one Airflow.
+    """Starts, queries, disturbs and stops one Airflow.
 
     Args:
-        home: Its AIRFLOW_HOME; made if absent. Configuration, database, logs and, unless
-            *config* says otherwise, the run store (``store``) and attempts (``local``) lie in it.
+        home: Its AIRFLOW_HOME; created if absent. It contains configuration, database, logs and, unless
+            *config* changes that, the run store (``store``) and attempts (``local``).
         dags_folder: Where its DAG files are.
-        env: More environment variables for all of its processes.
+        env: Additional environment variables for all of its processes.
         config: ``{section: {key: value}}`` over the defaults below.
     """
 
@@ -102,7 +101,7 @@ class AirflowServices(AirflowApi):
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, *, timeout_s: float = _START_S) -> Self:
-        """Make the database, start all four and return when all are healthy.
+        """Create the database, start all four components and return when all are healthy.
 
         Raises:
             RuntimeError: One of them ended; the end of its log is in the message.
@@ -126,15 +125,15 @@ class AirflowServices(AirflowApi):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop, whatever happened."""
+        """Stop, also after an exception."""
         self.stop()
 
     def log(self, component: Component) -> Path:
-        """File with all that *component* printed."""
+        """File with the complete output of *component*."""
         return self.home / f"{component}.log"
 
     def pids(self, component: Component) -> list[int]:
-        """Live processes of *component*: its own and those in its session, its first one first."""
+        """Live processes of *component*: its own and those in its session, starting with its first one."""
         process = self._started.get(component)
         if process is None:
             return []
@@ -151,7 +150,7 @@ class AirflowServices(AirflowApi):
         return [pid, psutil.Process(pid).ppid()]
 
     def kill(self, component: Component, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Send *sig*: SIGKILL to every process of *component* (workers too), others to its first one.
+        """Send *sig*: SIGKILL to every process of *component* (also workers), other signals to its first one.
 
         SIGKILL returns when all are gone.
         """
@@ -167,7 +166,7 @@ class AirflowServices(AirflowApi):
         psutil.wait_procs(found, timeout=10)
 
     def restart(self, component: Component, *, timeout_s: float = 60) -> None:
-        """Start *component* again, after ending it if it still lives; return when it is healthy."""
+        """Start *component* again, after ending it if it still runs; return when it is healthy."""
         if self._started[component].poll() is None:
             self._end(component)
         self._launch(component)
@@ -180,7 +179,7 @@ class AirflowServices(AirflowApi):
 
     @contextlib.contextmanager
     def frozen(self, component: Component) -> Iterator[None]:
-        """*component* stands still (SIGSTOP) in this block, and goes on as if nothing had been after it."""
+        """Freeze *component* (SIGSTOP) in this block; afterwards it continues as if nothing had happened."""
         members = [member for pid in self.pids(component) if (member := processes.find(pid))]
         for member in members:
             member.suspend()
@@ -193,7 +192,7 @@ class AirflowServices(AirflowApi):
 
     @contextlib.contextmanager
     def second(self, component: Component, *, timeout_s: float = 60) -> Iterator[None]:
-        """Another *component* beside the first one in this block, healthy from its start."""
+        """Run a second *component* in this block, healthy from its start."""
         first = self._started[component]
         since = time.time()
         self._launch(component)
@@ -211,12 +210,12 @@ class AirflowServices(AirflowApi):
             self._started[component] = first
 
     def stop(self) -> list[str]:
-        """End everything that was started below the home; returns what did not end when asked to.
+        """End everything that was started below the home; returns what did not end on request.
 
-        May be repeated. SIGINT, SIGTERM and SIGHUP wait until it is done.
+        It may be called again. SIGINT, SIGTERM and SIGHUP wait until it is done.
         """
         with _signals_held():
-            # The API server last: what the others still have to say goes through it.
+            # The API server ends last, because the other components still report to it.
             self._end(*(name for name in self._started if name != "api-server"))
             self._end(*(name for name in self._started if name == "api-server"))
             killed = processes.end_all(self.home)
@@ -280,7 +279,7 @@ class AirflowServices(AirflowApi):
         return all(found.get(name) == "healthy" for name in _HEALTH.values())
 
     def _has_beaten(self, component: Component, since: float) -> bool:
-        """True when *component* has a job that began after *since* (one clock: all is on this machine)."""
+        """True when *component* has a job that began after *since* (on one clock, since both are local)."""
         if component not in _HEALTH:
             return True
         jobs = self.call("GET", "/jobs", job_state="running", order_by="-start_date", limit=20)["jobs"]
@@ -290,7 +289,7 @@ class AirflowServices(AirflowApi):
 
 
 def _settings(home: Path, dags: Path, url: str) -> dict[str, dict[str, object]]:
-    """Short intervals for two cores; everything else is Airflow's default."""
+    """Short intervals for two cores; otherwise Airflow's defaults."""
     return {
         "core": {
             "dags_folder": dags,
@@ -342,7 +341,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _fernet_key() -> str:
-    """32 random bytes, URL-safe base64: what Fernet takes as a key."""
+    """32 random bytes as URL-safe base64, the format of a Fernet key."""
     return base64.urlsafe_b64encode(secrets.token_bytes(32)).decode()
 
 
@@ -371,7 +370,7 @@ def _epoch(text: str) -> float:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Block the signals that people and systems send to end a program; they arrive afterwards."""
+    """Block the signals that users and systems send to end a program; they arrive afterwards."""
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:

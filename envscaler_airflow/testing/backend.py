@@ -1,4 +1,4 @@
-"""A backend whose machines do what a test says."""
+"""A backend whose machines follow the test's script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from envscaler_airflow.testing.manual_clock import ManualClock
 
 
 def cpu_offer(vcpus: int = 1, *, usd_per_hour: float | None = 0.05, memory_gib: float | None = None) -> Offer:
-    """``scripted/cpu-<n>`` with 4 GiB for each CPU unless told otherwise."""
+    """``scripted/cpu-<n>``, by default with 4 GiB for each CPU."""
     return Offer(
         cloud="scripted",
         region="",
@@ -42,7 +42,7 @@ def cpu_offer(vcpus: int = 1, *, usd_per_hour: float | None = 0.05, memory_gib: 
 
 @dataclass(slots=True)
 class _Life:
-    """One attempt, as it stands now."""
+    """Current state of one attempt."""
 
     handle: Handle
     nodes: list[NodeStatus]
@@ -58,8 +58,8 @@ class _Life:
 class ScriptedBackend:
     """Satisfies :class:`~envscaler_airflow.backends.base.Backend` without starting anything.
 
-    Nodes run from ``submit`` on (or stay in *start_state*) until a test says ``end``, ``lose`` or
-    ``hide``, or they are stopped. ``fail_next`` scripts the answer of a call; ``calls`` has them all.
+    Nodes run from ``submit`` on (or remain in *start_state*) until a test calls ``end``, ``lose`` or
+    ``hide``, or they are stopped. ``fail_next`` scripts the answer to a call; ``calls`` has all calls.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ScriptedBackend:
         ends_on_stop: bool = True,
         name: str = "scripted",
     ) -> None:
-        """Offer *offers* (None: 1, 2 and 4 CPUs), *vcpus* in all at once (None: no limit)."""
+        """Offer *offers* (None: 1, 2 and 4 CPUs), with at most *vcpus* in total at once (None: no limit)."""
         self.name = name
         self.clock = clock or ManualClock()
         self.calls: list[tuple[str, str]] = []
@@ -84,10 +84,10 @@ class ScriptedBackend:
         self._faults: dict[str, list[tuple[Exception, bool]]] = {}
         self._uids = itertools.count(1)
 
-    # What a test says
+    # What a test scripts
 
     def fail_next(self, method: str, error: Exception, *, after: bool = False) -> None:
-        """Raise *error* at the next call of *method*; *after*: once it is done, so the answer is lost."""
+        """Raise *error* at the next call of *method*; *after*: once it took effect, so the answer is lost."""
         self._faults.setdefault(method, []).append((error, after))
 
     def set_state(
@@ -99,7 +99,7 @@ class ScriptedBackend:
         reason: str = "",
         detail: str = "",
     ) -> None:
-        """Move *node* (None: all) to a state in which it lives: pending, starting or running."""
+        """Move *node* (None: all) to a live state: pending, starting or running."""
         self._change(handle, NodeStatus(0, state, reason=reason, detail=detail), node)
 
     def end(
@@ -112,15 +112,15 @@ class ScriptedBackend:
         reason: str = "succeeded",
         detail: str = "",
     ) -> None:
-        """End *node* (None: all that live)."""
+        """End *node* (None: every live one)."""
         self._change(handle, NodeStatus(0, "ended", exit_code, signal, reason, detail), node)
 
     def lose(self, handle: Handle, *, node: int | None = None, reason: str = "killed") -> None:
-        """Take *node* (None: all that live) away, as the loss of a spot machine would."""
+        """Lose *node* (None: every live one), like a spot machine."""
         self._change(handle, NodeStatus(0, "lost", reason=reason, detail="scripted loss"), node)
 
     def hide(self, handle: Handle) -> None:
-        """Nothing can be told of it until :meth:`show`; it runs on."""
+        """Make its state unknown until :meth:`show`; it keeps running."""
         self._life(handle).is_hidden = True
 
     def show(self, handle: Handle) -> None:
@@ -128,19 +128,19 @@ class ScriptedBackend:
         self._life(handle).is_hidden = False
 
     def write_output(self, handle: Handle, text: bytes, *, node: int = 0) -> None:
-        """Let *node* print."""
+        """Add output of *node*."""
         self._life(handle).output.setdefault(node, bytearray()).extend(text)
 
     @property
     def live(self) -> list[Handle]:
-        """Attempts of which a node lives; a test of "at most one" counts these."""
+        """Attempts with a live node; a test of "at most one" counts these."""
         lives = self._lives.values()
         return [life.handle for life in lives if not AttemptStatus(tuple(life.nodes)).is_over]
 
-    # The seam
+    # The backend interface
 
     def offers(self) -> tuple[Offer, ...]:
-        """What the test offers."""
+        """The test's offers."""
         self._enter("offers", "")
         return self._offers
 
@@ -172,7 +172,7 @@ class ScriptedBackend:
         return life.handle if life is not None and not life.is_released else None
 
     def observe(self, handle: Handle) -> AttemptStatus:
-        """What the test said last."""
+        """The state that the test set last."""
         self._enter("observe", handle.name)
         life = self._life(handle)
         if life.is_hidden:
@@ -182,7 +182,7 @@ class ScriptedBackend:
         return AttemptStatus(tuple(life.nodes))
 
     def stop(self, handle: Handle, *, grace_s: float) -> None:
-        """End what lives, unless the test keeps it alive for the length of the grace."""
+        """End live nodes, unless the test keeps them alive during the grace period."""
         lost = self._enter("stop", handle.name)
         if grace_s <= 0:
             self.end(handle, exit_code=None, signal=9, reason="killed")
@@ -192,14 +192,14 @@ class ScriptedBackend:
             raise lost
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
-        """From submit to the end, by the test's clock."""
+        """From submit to the end, on the test's clock."""
         self._enter("usage", handle.name)
         life = self._life(handle)
         now = self.clock.time()
         return tuple(UsageInterval(n.node, life.started, life.ended.get(n.node), now) for n in life.nodes)
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """What the test let the nodes print."""
+        """The output that the test added."""
         self._enter("logs", handle.name)
         for node, text in sorted(self._life(handle).output.items()):
             if rest := bytes(text[(since or {}).get(node, 0) :]):
@@ -214,7 +214,7 @@ class ScriptedBackend:
             life.output.clear()
 
     def _enter(self, method: str, name: str) -> Exception | None:
-        """Note the call; raise its scripted error, or return the one that is for afterwards."""
+        """Record the call; raise its scripted error, or return the one to raise afterwards."""
         self.calls.append((method, name))
         faults = self._faults.get(method)
         if not faults:
@@ -262,20 +262,20 @@ def _name(request: AttemptRequest) -> str:
 
 
 class ElasticBackend(ScriptedBackend):
-    """As its base, with every ability that a backend may have to change a running attempt.
+    """:class:`ScriptedBackend` with every optional ability to change a running attempt.
 
     Attributes:
-        answers: What :meth:`resize` and :meth:`resized` say, the last for good.
-        sizes: ``(vcpus, memory_bytes)`` last asked for, by the attempt's name.
-        free: Nodes that could be had, by offer name; absent is unknown.
-        marked: Nodes that are to go first.
-        new_nodes: State in which nodes come that a rescale adds.
+        answers: Results of :meth:`resize` and :meth:`resized`; the last one repeats.
+        sizes: ``(vcpus, memory_bytes)`` of the last request, by the attempt's name.
+        free: Free nodes, by offer name; a missing one is unknown.
+        marked: Nodes to remove first.
+        new_nodes: Initial state of nodes that a rescale adds.
     """
 
     runs_mixed = True
 
     def __init__(self, offers: tuple[Offer, ...] | None = None, **options: Any) -> None:
-        """As the base; a resize is done at once."""
+        """As the base class; a resize completes at once."""
         super().__init__(offers, **options)
         self.answers: list[ResizeState] = ["done"]
         self.sizes: dict[str, tuple[float | None, int | None]] = {}
@@ -284,7 +284,7 @@ class ElasticBackend(ScriptedBackend):
         self.new_nodes = NodeStatus(0, "running")
 
     def resize(self, handle: Handle, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
-        """Note what is asked for, and say what the test wants said."""
+        """Record the request and return the scripted answer."""
         lost = self._enter("resize", handle.name)
         self.sizes[handle.name] = (vcpus, memory_bytes)
         if lost is not None:
@@ -300,7 +300,7 @@ class ElasticBackend(ScriptedBackend):
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
     def rescale(self, handle: Handle, nodes: int) -> Handle:
-        """Give it *nodes* nodes: new ones come as :attr:`new_nodes`, the last ones go."""
+        """Change it to *nodes* nodes: new ones start as :attr:`new_nodes`, and the last ones are removed."""
         lost = self._enter("rescale", handle.name)
         life = self._life(handle)
         new = range(len(life.nodes), nodes)
@@ -310,12 +310,12 @@ class ElasticBackend(ScriptedBackend):
         return Handle(handle.backend, handle.name, {**handle.details, "nodes": nodes})
 
     def removable(self, handle: Handle) -> frozenset[int]:
-        """What the test marked."""
+        """The nodes that the test marked."""
         self._enter("removable", handle.name)
         return self.marked
 
     def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> Mapping[str, int]:
-        """What the test says of them, and what *without* has of each."""
+        """The test's free nodes plus the nodes of *without*, by offer name."""
         self._enter("free_nodes", "" if without is None else without.name)
         held: dict[str, int] = {}
         if without is not None:

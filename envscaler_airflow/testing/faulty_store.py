@@ -1,4 +1,4 @@
-"""A store that fails by script: refuses, loses the answer, or takes its time."""
+"""A store with scripted failures: it refuses, loses the answer, or is slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.names import MAX_BYTES
 
 FaultKind = Literal["refuse", "lose-answer", "delay"]
-"""``refuse``: raises, nothing is done. ``lose-answer``: done, then raises. ``delay``: waits, then does it."""
+"""``refuse``: raises without effect. ``lose-answer``: acts, then raises. ``delay``: waits, then acts."""
 
 _T = TypeVar("_T")
 
@@ -26,11 +26,11 @@ class Fault:
     Attributes:
         kind: See :data:`FaultKind`.
         method: Name of the store's method; ``*`` for all.
-        name: Glob of names that it is about.
-        times: How often it strikes; None: for ever.
+        name: Glob of the names that it applies to.
+        times: Number of calls that it affects; None: no limit.
         delay_s: Seconds, for ``delay``.
-        error: What is raised, for the others.
-        struck: How often it has.
+        error: The exception, for the other kinds.
+        struck: Number of calls affected so far.
     """
 
     kind: FaultKind
@@ -42,7 +42,7 @@ class Fault:
     struck: int = field(default=0, init=False)
 
     def strikes(self, method: str, name: str) -> bool:
-        """Count one strike when it is about this call and not used up."""
+        """Count the call and return True if it matches and the fault is not used up."""
         is_left = self.times is None or self.struck < self.times
         if not (is_left and self.method in ("*", method) and fnmatchcase(name, self.name)):
             return False
@@ -54,7 +54,7 @@ class FaultyStore:
     """Wraps a store; every call passes through the faults in the order in which they were added."""
 
     def __init__(self, store: Store, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Pass everything to *store*; delays go to *sleep*."""
+        """Pass every call to *store*; delays go to *sleep*."""
         self._store = store
         self._sleep = sleep
         self.faults: list[Fault] = []
@@ -70,7 +70,7 @@ class FaultyStore:
         delay_s: float = 0.0,
         error: Exception | None = None,
     ) -> Fault:
-        """Script a fault of *method* on names that match the glob *name*; the next *times* calls."""
+        """Script a fault of *method* on names that match the glob *name*, for the next *times* calls."""
         raised = error or StoreError(f"{method} {name}: scripted fault", transient=True)
         fault = Fault(kind, method, name, times, delay_s, raised)
         self.faults.append(fault)
@@ -91,7 +91,7 @@ class FaultyStore:
         return self._pass("read", name, lambda: self._store.read(name, max_bytes=max_bytes))
 
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
-        """See :meth:`Store.read_dated`; to faults it is a ``read``."""
+        """See :meth:`Store.read_dated`; for faults it counts as a ``read``."""
         return self._pass("read", name, lambda: self._store.read_dated(name, max_bytes=max_bytes))
 
     def now(self) -> float:

@@ -1,13 +1,13 @@
-"""A clock that stands still until a test moves it."""
+"""A clock that moves only when a test moves it."""
 
 from __future__ import annotations
 
 
 class ManualClock:
-    """Wall and monotonic time by hand; pass ``clock.time`` or ``clock.monotonic`` where a clock is asked."""
+    """Manual wall and monotonic time; pass ``clock.time`` or ``clock.monotonic`` as a clock."""
 
     def __init__(self, time: float = 1_700_000_000.0, monotonic: float = 1_000.0) -> None:
-        """Start at *time* (seconds since the epoch) and *monotonic* (seconds since anything)."""
+        """Start at *time* (seconds since the epoch) and *monotonic* (seconds since any point)."""
         self._time = time
         self._monotonic = monotonic
         self.slept: list[float] = []
@@ -17,11 +17,11 @@ class ManualClock:
         return self._time
 
     def monotonic(self) -> float:
-        """Seconds that never go back."""
+        """Seconds that never decrease."""
         return self._monotonic
 
     def advance(self, seconds: float) -> None:
-        """Let *seconds* pass on both.
+        """Advance both times by *seconds*.
 
         Raises:
             ValueError: Time does not go back; see :meth:`set_wall`.
@@ -32,10 +32,10 @@ class ManualClock:
         self._monotonic += seconds
 
     def set_wall(self, time: float) -> None:
-        """Set the wall clock alone, as an administrator or NTP would."""
+        """Set only the wall clock, as an administrator or NTP would."""
         self._time = time
 
     def sleep(self, seconds: float) -> None:
-        """Stand in for ``time.sleep``: time passes at once, and is written to ``slept``."""
+        """Replacement for ``time.sleep``: time passes at once, and is recorded in ``slept``."""
         self.slept.append(seconds)
         self.advance(seconds)

@@ -1,9 +1,8 @@
-"""Find and end every process that a service home has started, however it was detached.
+"""Find and end every process that a service home has started, even a detached one.
 
-Each process below a home inherits the variable :data:`MARK`. A process whose
-environment cannot be read (Airflow's task supervisors hide theirs, and a process
-that sets its title overwrites it) is found by its session: the sessions of the
-home's own services are written to ``sessions`` in it.
+Each process below a home inherits the variable :data:`MARK`. The environment of some processes cannot be
+read: Airflow's task supervisors hide theirs, and a process that sets its title overwrites it. These are found
+by their session: the home's file ``sessions`` lists the sessions of its own services.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from pathlib import Path
 import psutil
 
 MARK = "ENVSCALER_SERVICES"
-"""Environment variable that names the home which a process belongs to."""
+"""Environment variable with the home that a process belongs to."""
 
 _SESSIONS = "sessions"
 _ROUNDS = 50
-"""Most rounds of killing; each finds what the round before had just forked. Chosen: 50 x 0.1 s."""
+"""Maximum rounds of killing; each finds what was forked during the previous one. Chosen: 50 x 0.1 s."""
 
 
 def note_session(home: Path, pid: int) -> None:
@@ -33,11 +32,11 @@ def note_session(home: Path, pid: int) -> None:
 
 
 EMPTY_LOOKS = 2
-"""Looks in a row that find nothing. Chosen: a process in the middle of an exec shows no environment."""
+"""Consecutive empty searches required. Chosen: a process in the middle of an exec shows no environment."""
 
 
 def belonging_to(home: Path) -> list[psutil.Process]:
-    """Every live process of *home*, this process and its parents left out."""
+    """Every live process of *home*, except this process and its parents."""
     sessions = _sessions(home)
     me = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     return [
@@ -56,10 +55,10 @@ def find(pid: int) -> psutil.Process | None:
 
 
 def end_all(home: Path) -> list[str]:
-    """Kill every process of *home* and return the command lines of what had to be killed.
+    """Kill every process of *home* and return the command lines of the killed ones.
 
     Raises:
-        RuntimeError: Some are still there after 5 s; names them.
+        RuntimeError: Some still exist after 5 s; names them.
     """
     killed: list[str] = []
     empty = 0
@@ -80,9 +79,9 @@ def end_all(home: Path) -> list[str]:
 
 
 def start_guard(home: Path) -> subprocess.Popen[bytes]:
-    """A process that ends all of *home* once the caller is gone, even by SIGKILL.
+    """Start a process that ends everything of *home* once the caller is gone, even by SIGKILL.
 
-    It waits for the end of its standard input, which the caller holds open.
+    It waits for the end of its standard input, whose other end the caller keeps open.
     """
     command = [sys.executable, "-m", "envscaler_airflow.testing.processes", str(home)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

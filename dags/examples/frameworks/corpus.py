@@ -1,4 +1,4 @@
-"""A text that every Python brings along: its language reference, cut into windows of bytes."""
+"""A text that every Python includes: its language reference, cut into windows of bytes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pydoc_data.topics import topics
 import torch
 
 LETTERS = 128
-"""ASCII; what is beyond becomes a question mark."""
+"""ASCII; any other character becomes a question mark."""
 
 
 def windows(*, count: int, length: int) -> torch.Tensor:
-    """*count* windows of *length* letters, int64, side by side from the beginning of the text."""
+    """*count* consecutive windows of *length* letters, int64, from the beginning of the text."""
     text = "".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
     if count * length > len(text):
         raise ValueError(f"{count} windows of {length}: the text has {len(text)} letters")

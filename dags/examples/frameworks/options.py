@@ -1,4 +1,4 @@
-"""The command line that the trainings share."""
+"""The common command line of the trainings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def parse(text: str | None) -> argparse.Namespace:
-    """Read it; one thread, so that the same sums are done in the same order on every machine."""
+    """Parse it and set one thread, so that sums have the same order on every machine."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
@@ -28,6 +28,6 @@ def write(output: Path, parameters: dict[str, torch.Tensor]) -> None:
 
 
 def wait(seconds: float) -> None:
-    """Stand in for a larger model."""
+    """Wait as long as a larger model would."""
     if seconds:
         time.sleep(seconds)

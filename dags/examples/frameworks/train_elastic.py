@@ -2,9 +2,9 @@
 
 ``torchrun --standalone --nproc_per_node=2 train_elastic.py --output model``
 
-The number of workers may change whenever the training is resumed: micro batches keep their size, and
-each worker accumulates as many of them as the global batch needs. Every worker writes its shards of a
-checkpoint; however many read them, each gets its own.
+The number of workers may change whenever the training is resumed: micro batches keep their size, and each
+worker accumulates as many of them as the global batch needs. Every worker writes its shards of a checkpoint.
+Any number of workers can read it, and each gets its own shards.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from envscaler_agent.frameworks.torch import (
 def main() -> None:
     """Train."""
     asked = options.parse(__doc__)
-    os.environ.setdefault("ENVSCALER_GLOBAL_BATCH", "32")  # a stage is told them by its spec
+    os.environ.setdefault("ENVSCALER_GLOBAL_BATCH", "32")  # a stage gets these from its spec
     os.environ.setdefault("ENVSCALER_MICRO_BATCH", "16")
     torch.distributed.init_process_group("gloo")
     leave_group_at_exit()
     model = DistributedDataParallel(corpus.model())
-    model.eval()  # without dropout: its masks would hang on the number of workers
+    model.eval()  # without dropout: its masks would depend on the number of workers
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = ResumableLoader(corpus.NextLetter(), seed=1)
     state = ShardedState(model, optimizer, loader=loader)

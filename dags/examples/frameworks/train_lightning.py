@@ -22,7 +22,7 @@ class Letters(lightning.LightningModule):
     """Guesses the next letter."""
 
     def __init__(self, step_s: float) -> None:
-        """Make the network."""
+        """Create the network."""
         super().__init__()
         self.network = corpus.model()
         self._step_s = step_s
@@ -51,7 +51,7 @@ def main() -> None:
     """Train."""
     asked = options.parse(__doc__)
     module = Letters(asked.step_s)
-    lightning.seed_everything(1 + int(os.environ.get("RANK", "0")))  # each rank drops out other units
+    lightning.seed_everything(1 + int(os.environ.get("RANK", "0")))  # each rank drops other units
     loader = ResumableLoader(corpus.NextLetter(), global_batch=32, seed=1)
     held_out = torch.utils.data.DataLoader(corpus.NextLetter(count=64, length=17), batch_size=32)
     with tempfile.TemporaryDirectory() as folder:

@@ -27,10 +27,10 @@ from envscaler_agent.frameworks.transformers import SessionCallback
 
 
 class Rows(torch.utils.data.Dataset):
-    """Windows as a language model wants them."""
+    """Windows in the form that a language model expects."""
 
     def __init__(self, windows: torch.Tensor) -> None:
-        """Take the windows."""
+        """Store the windows."""
         self._windows = windows
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Wait(TrainerCallback):
-    """Stands in for a larger model."""
+    """Waits as long as a larger model would."""
 
     def __init__(self, seconds: float) -> None:
         """Wait *seconds* in each step."""

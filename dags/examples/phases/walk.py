@@ -2,9 +2,9 @@
 
 ``python walk.py --output model``
 
-Every step is eight shards of work, shared by the nodes, so that a step takes a part of the time on more of
-them. Each phase is announced, since utilisation alone tells phases apart only after a while. All that the
-next step hangs on is its number, so that is the checkpoint.
+Every step is eight shards of work, divided among the nodes, so that more nodes make a step faster. The
+training announces each phase, because utilization alone identifies phases only after a while. The next step
+depends only on its number, so that number is the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from envscaler_agent import Session
 
 PHASES = (("loading", 60), ("training", 200), ("evaluation", 40))
-"""Names, and the steps of each."""
+"""Names of the phases, and the steps of each."""
 SHARDS = 8
 
 
@@ -41,13 +41,13 @@ def work(step: int, rank: int, world_size: int, rounds: int) -> None:
 
 
 def save(folder: Path, step: int, rank: int = 0) -> None:
-    """What :func:`restored` reads; the first node writes it for all."""
+    """Write what :func:`restored` reads; only the first node writes."""
     if rank == 0:
         (folder / "step.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
 
 def restored(folder: Path | None) -> int:
-    """The step to go on with."""
+    """The step to continue with."""
     if folder is None:
         return 0
     return int(json.loads((folder / "step.json").read_text(encoding="utf-8"))["step"])

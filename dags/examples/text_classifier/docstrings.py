@@ -1,4 +1,4 @@
-"""The docstrings of the distributions that are installed here, without importing any of them."""
+"""The docstrings of the installed distributions, without importing any of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SKIPPED_FOLDERS = frozenset({"_vendor", "_vendored", "vendor", "vendored", "extern", "tests", "test"})
-"""Copies of other projects' code would carry the wrong label; a test's text is about tests."""
+"""Excluded: vendored copies would have the wrong label, and the text of tests is about tests."""
 MAX_FILE_BYTES = 2_000_000
-"""Longest source file that is read. Chosen: larger ones are generated tables."""
+"""Largest source file that is read. Chosen: larger ones are generated tables."""
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -35,7 +35,7 @@ class Document:
 
 
 def installed() -> dict[str, importlib.metadata.Distribution]:
-    """Distributions on this interpreter's path by name, sorted; of two copies the first found."""
+    """Distributions on this interpreter's path by name, sorted; the first one of two copies."""
     found: dict[str, importlib.metadata.Distribution] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
@@ -45,10 +45,10 @@ def installed() -> dict[str, importlib.metadata.Distribution]:
 
 
 def python_files(distribution: importlib.metadata.Distribution) -> list[importlib.metadata.PackagePath]:
-    """Its modules, in an order that depends on their names alone.
+    """Its modules, in an order that depends only on their names.
 
-    The order is that of a hash, so that the first thousand are a fair sample
-    of a large distribution and the same on every machine.
+    The order is that of a hash, so that the first thousand are a fair sample of a large distribution and the
+    same on every machine.
     """
     files = [file for file in distribution.files or () if file.suffix == ".py"]
     files = [file for file in files if not SKIPPED_FOLDERS.intersection(file.parts)]
@@ -71,7 +71,7 @@ def documents(
 
 
 def names_of(labels: list[str]) -> frozenset[str]:
-    """Words of the distributions' own names: a classifier that reads them has nothing to learn."""
+    """Words of the distributions' own names, which would give the label away."""
     return frozenset(word for label in labels for word in re.findall(r"[a-z]+|[0-9]+", label.lower()))
 
 
@@ -79,11 +79,11 @@ def _docstrings_of(path: Path) -> Iterator[tuple[int, str]]:
     try:
         source = path.read_bytes()
     except OSError:
-        return  # listed by the distribution and removed since
+        return  # listed by the distribution but removed since
     if len(source) > MAX_FILE_BYTES or (b'"""' not in source and b"'''" not in source):
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other people's escape sequences are not our subject
+        warnings.simplefilter("ignore")  # ignore other projects' escape sequences
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError):
@@ -95,7 +95,7 @@ def _docstrings_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _documented(tree: ast.Module) -> Iterator[_Documented]:
-    """Nodes that may carry a docstring, in the order of the file; expressions are not entered."""
+    """Nodes that may have a docstring, in the order of the file; expressions are skipped."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()

@@ -2,9 +2,8 @@
 
 ``hidden = tanh(rows @ embedding + hidden_bias)``, ``scores = hidden @ output + output_bias``.
 
-Everything is float64 and every function gives the same bits for the same
-arguments, whichever process calls it: that is what lets one process and many
-train the same model. Numpy alone.
+Everything is float64, and every function returns the same bits for the same arguments in every process. Any
+number of processes therefore trains the same model. It needs only numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Rows:
     """A sparse matrix in compressed rows.
 
     Attributes:
-        starts: Row i holds entries ``starts[i]`` to ``starts[i + 1]``; int64, rows + 1.
+        starts: Row i has entries ``starts[i]`` to ``starts[i + 1]``; int64, rows + 1.
         columns: Column of each entry; int32, sorted within a row.
         values: Weight of each entry; float32, the sums over them are float64.
         features: Number of columns.
@@ -65,7 +64,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the network. The parameters lie in one flat vector of ``size`` float64.
+    """Sizes of the network. The parameters form one flat vector of ``size`` float64.
 
     Attributes:
         features: Hash buckets.
@@ -84,7 +83,7 @@ class Shape:
 
     @property
     def head_size(self) -> int:
-        """Parameters of everything behind the embedding."""
+        """Parameters of everything after the embedding."""
         return self.hidden + self.hidden * self.labels + self.labels
 
     @property
@@ -93,21 +92,21 @@ class Shape:
         return self.embedding_size + self.head_size
 
     def embedding(self, vector: np.ndarray) -> np.ndarray:
-        """View on the embedding, (features, hidden)."""
+        """View of the embedding, (features, hidden)."""
         return vector[: self.embedding_size].reshape(self.features, self.hidden)
 
     def head(self, vector: np.ndarray) -> np.ndarray:
-        """View on what lies behind the embedding, flat."""
+        """View of everything after the embedding, flat."""
         return vector[self.embedding_size :]
 
     def head_parts(self, head: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Views on a flat head: hidden bias, output (hidden, labels), output bias."""
+        """Views of a flat head: hidden bias, output (hidden, labels), output bias."""
         output_end = self.hidden + self.hidden * self.labels
         output = head[self.hidden : output_end].reshape(self.hidden, self.labels)
         return head[: self.hidden], output, head[output_end:]
 
     def initial(self, seed: int) -> np.ndarray:
-        """Parameters to begin with: Glorot for the output, unit scale for unit-length rows, biases 0."""
+        """Initial parameters: Glorot for the output, unit scale for unit-length rows, biases 0."""
         generator = np.random.Generator(np.random.Philox(key=seed))
         vector = np.zeros(self.size)
         self.embedding(vector)[:] = generator.standard_normal((self.features, self.hidden))
@@ -159,7 +158,7 @@ def gradient(shape: Shape, vector: np.ndarray, rows: Rows, labels: np.ndarray) -
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam that leaves rows without a gradient alone (lazy), with decoupled weight decay.
+    """Adam that skips rows without a gradient (lazy), with decoupled weight decay.
 
     Attributes:
         first, second: Running moments, as long as the parameters.

@@ -1,10 +1,9 @@
-"""Data parallelism in processes: fork, shared memory, and sums in an order that no process count changes.
+"""Data parallelism in processes: fork, shared memory, and an order of sums independent of the process count.
 
-A batch is cut into a fixed number of shards. Each process computes the
-gradients of its shards into shared memory, waits for the others, and then
-updates its own slice of the parameters with the sum over *all* shards, first
-to last. One process does the same sums in the same order as many, so the
-model does not depend on how many there were.
+A batch is cut into a fixed number of shards. Each process computes the gradients of its shards into shared
+memory and waits for the others. It then updates its own part of the parameters with the sum over *all*
+shards, first to last. One process computes the same sums in the same order as many, so the model does not
+depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 from model import Adam, Gradient, Rows, Shape, gradient, learning_rate, scores
 
 SHARDS = 4
-"""Shards of a batch, and so the most processes that can help. Chosen: larger shards use the cache better."""
+"""Shards of a batch, and the maximum of useful processes. Chosen: larger shards use the cache better."""
 
 _ORDER = struct.Struct("<4sqqq")
 _STEP, _UPDATE, _EVALUATE = b"step", b"upda", b"eval"
@@ -32,15 +31,15 @@ _STEP, _UPDATE, _EVALUATE = b"step", b"upda", b"eval"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the training does in every step.
+    """Settings of every training step.
 
     Attributes:
         batch: Global batch, samples.
         rate: Peak learning rate.
         decay: Weight decay.
-        dropout: Share of the words of a sample that are left out in a step.
+        dropout: Fraction of the words of a sample that are dropped in a step.
         total_steps: Steps of the whole training.
-        seed: Seed of everything that is drawn.
+        seed: Seed of all random draws.
     """
 
     batch: int
@@ -61,8 +60,8 @@ def shared_array(shape: int | tuple[int, ...], dtype: type[np.generic]) -> np.nd
 class Team:
     """The processes of one training: this one, and ``processes - 1`` children.
 
-    A child that loses its parent, by whatever signal, reads the end of its
-    pipe and exits; a parent that loses a child raises.
+    A child whose parent ends, by any signal, reads the end of its pipe and exits. A parent whose child ends
+    raises.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Team:
         train: tuple[Rows, np.ndarray],
         validation: tuple[Rows, np.ndarray],
     ) -> None:
-        """Lay out the shared memory; no process is started yet."""
+        """Allocate the shared memory; no process is started yet."""
         self.shape, self.recipe = shape, recipe
         self.train, self.validation = train, validation
         self.vector = shared_array(shape.size, np.float64)
@@ -91,7 +90,7 @@ class Team:
         self._children: list[tuple[int, int, int]] = []  # pid, pipe to, pipe from
 
     def start(self, processes: int) -> None:
-        """Fork the children. Parameters and order may change afterwards, the data may not."""
+        """Fork the children. Afterwards parameters and order may change, but the data may not."""
         self._processes = min(processes, SHARDS)
         for rank in range(1, self._processes):
             to_child, from_child = os.pipe(), os.pipe()
@@ -108,7 +107,7 @@ class Team:
             self._children.append((pid, to_child[1], from_child[0]))
 
     def __enter__(self) -> Self:
-        """Children, if any, end with the block."""
+        """The children, if any, end with the block."""
         return self
 
     def __exit__(
@@ -129,7 +128,7 @@ class Team:
         return float(self._losses.sum()) / (end - begin)
 
     def accuracy(self) -> float:
-        """Share of the validation documents whose label comes out first."""
+        """Fraction of the validation documents whose label has the highest score."""
         self._together(_EVALUATE, (0, len(self.validation[1]), 0), self._evaluate)
         return int(self._counts[:, 1].sum()) / max(1, len(self.validation[1]))
 
@@ -150,7 +149,7 @@ class Team:
         self.sync_s += time.perf_counter() - begun
 
     def _serve(self, rank: int, commands: int, answers: int) -> NoReturn:
-        """A child's life."""
+        """Main loop of a child."""
         code = 1
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -179,7 +178,7 @@ class Team:
             self._put(shard, gradient(self.shape, self.vector, rows, labels))
 
     def _batch(self, chosen: np.ndarray, shard: int, number: int) -> tuple[Rows, np.ndarray]:
-        """Samples with some of their words left out; what is drawn hangs on seed, step and shard alone."""
+        """Samples with some words dropped; the random draws depend only on seed, step and shard."""
         rows = self.train[0].take(chosen)
         draw = np.random.Generator(np.random.Philox(key=[self.recipe.seed, number * SHARDS + shard]))
         keep = draw.random(len(rows.columns)) >= self.recipe.dropout
@@ -194,7 +193,7 @@ class Team:
         self._losses[shard] = found.loss
 
     def _update(self, begin: int, end: int, number: int) -> None:
-        """Sum the gradients of this process's slice over all shards, and move the slice."""
+        """Sum the gradients of this process's part over all shards, and update that part."""
         rate = learning_rate(self.recipe.rate, number, self.recipe.total_steps)
         features, samples = self.shape.features, end - begin
         low = features * self._rank // self._processes

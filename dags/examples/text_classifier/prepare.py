@@ -1,8 +1,7 @@
 """Stage 1: make a labelled text corpus of the documentation that is installed on this machine.
 
-A document is a docstring, its label the distribution that it comes from.
-Nothing is downloaded and nothing is made up. Texts that are equal up to
-layout are kept once; texts that nearly agree are kept on one side of the
+A document is a docstring, and its label is the distribution that it comes from. All text is real, and nothing
+is downloaded. Texts that are equal up to layout are kept once. Near-duplicate texts stay on one side of the
 split, so that no held-out document was seen in training.
 
 ``python prepare.py --output data``
@@ -26,19 +25,19 @@ from model import save_rows
 from text import Hasher, near_groups, normalise
 
 MIN_WORDS = 8
-"""Shortest document, words. Chosen: shorter ones ("Return the name.") say nothing of their project."""
+"""Shortest document, words. Chosen: shorter ones ("Return the name.") reveal nothing about their project."""
 SAY_EVERY_S = 5.0
-"""Between two lines of progress, seconds. Chosen: a person who waits sees that it moves."""
+"""Seconds between two lines of progress. Chosen: a waiting user sees that it is making progress."""
 SPLITS = ("train", "validation", "heldout")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What makes a label worth having.
+    """Limits of the documents per label.
 
     Attributes:
-        per_label: Most documents of one distribution, so that no label drowns the others.
-        least_per_label: Distributions with fewer are left out.
+        per_label: Maximum documents of one distribution, so that no label dominates the others.
+        least_per_label: Distributions with fewer documents are omitted.
     """
 
     per_label: int
@@ -47,13 +46,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents without repetition.
+    """Documents without duplicates.
 
     Attributes:
         documents: Sorted by label, then in the order in which they were found.
-        normalised: Their normalised texts.
-        equal: Documents left out because an equal one of the same label is kept.
-        ambiguous: Documents left out because two distributions have the same text.
+        normalised: Their normalized texts.
+        equal: Number of documents omitted because an equal one of the same label is kept.
+        ambiguous: Number of documents omitted because two distributions have the same text.
     """
 
     documents: tuple[Document, ...]
@@ -68,21 +67,21 @@ class Corpus:
 
 
 class Reading:
-    """Says how many files were read, of how many: ``read 1200 of 45311 files``."""
+    """Reports how many files were read, and of how many: ``read 1200 of 45311 files``."""
 
     def __init__(self, total: int, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """Begin with none of *total*."""
+        """Start with none of *total* files read."""
         self.total, self.done = total, 0
         self._reached, self._monotonic, self._said = 0, monotonic, monotonic()
 
     def follow(self, source: Iterable[Document], files: int) -> Iterator[Document]:
-        """The documents of *source*, which has so many files; those that it leaves unread count as read."""
+        """The documents of *source*, which has this many files; files that it does not read count as read."""
         self.done = self._reached
         self._reached += files
         yield from source
 
     def one(self) -> None:
-        """Count a file, and say it when some seconds have passed."""
+        """Count a file, and report it if some seconds have passed."""
         self.done += 1
         if self._monotonic() - self._said >= SAY_EVERY_S:
             self._said = self._monotonic()
@@ -90,7 +89,7 @@ class Reading:
 
 
 def collect(sources: Mapping[str, Iterable[Document]], limits: Limits) -> Corpus:
-    """Take the documents of every source, each text once, and drop labels that have too few."""
+    """Collect the documents of every source, each text once, and drop labels that have too few."""
     found: dict[str, dict[str, Document]] = {}
     equal = 0
     for label, source in sources.items():
@@ -116,10 +115,10 @@ def collect(sources: Mapping[str, Iterable[Document]], limits: Limits) -> Corpus
 
 
 def split(normalised: Sequence[str], *, heldout: float, validation: float) -> np.ndarray:
-    """Index into :data:`SPLITS` for each text; groups of near-equal texts stay together.
+    """Index into :data:`SPLITS` for each text; near-duplicate texts stay together.
 
-    The place of a group hangs on the text of its first member alone, so that
-    it does not move when other documents come and go.
+    The place of a group depends only on the text of its first member, so that it does not change when other
+    documents are added or removed.
     """
     groups, members = np.unique(near_groups(normalised), return_inverse=True)
     places = []
@@ -131,14 +130,14 @@ def split(normalised: Sequence[str], *, heldout: float, validation: float) -> np
 
 
 def write(corpus: Corpus, places: np.ndarray, hasher: Hasher, output: Path) -> dict[str, object]:
-    """Write the matrices, the held-out texts and ``labels.json``; returns what the last one says."""
+    """Write the matrices, the held-out texts and ``labels.json``; returns the content of the last one."""
     output.mkdir(parents=True, exist_ok=True)
     labels = corpus.labels
     number = {label: index for index, label in enumerate(labels)}
     for place, name in enumerate(SPLITS):
         chosen = np.flatnonzero(places == place).tolist()
         if name == "heldout":
-            continue  # handed on as text: reading it is a part of inference
+            continue  # passed on as text: reading it is part of inference
         rows = hasher.rows(corpus.documents[index].text for index in chosen)
         answers = np.array([number[corpus.documents[index].label] for index in chosen], dtype=np.int64)
         save_rows(output / f"{name}.npz", rows, answers)
@@ -159,7 +158,7 @@ def write(corpus: Corpus, places: np.ndarray, hasher: Hasher, output: Path) -> d
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line of this stage."""
+    """Parse the command line of this stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, required=True, help="folder for the corpus")
     parser.add_argument("--features", type=int, default=16_384, help="hash buckets, a power of two")

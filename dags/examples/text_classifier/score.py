@@ -22,7 +22,7 @@ from text import Hasher
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A trained model with all that it needs to read a text.
+    """A trained model with everything that it needs to read a text.
 
     Attributes:
         shape: Sizes of the network.
@@ -54,7 +54,7 @@ class Classifier:
 
 
 def predictions(classifier: Classifier, source: Path, batch: int) -> Iterator[dict[str, Any]]:
-    """One row for each held-out document, in the order of the file; a batch at a time is in memory."""
+    """One row for each held-out document, in the order of the file; only one batch at a time is in memory."""
     with source.open(encoding="utf-8") as file:
         while documents := [json.loads(line) for line in itertools.islice(file, batch)]:
             answers = classifier.predict([document["text"] for document in documents])
@@ -68,7 +68,7 @@ def predictions(classifier: Classifier, source: Path, batch: int) -> Iterator[di
 
 
 def summary(counts: Counter[tuple[str, bool]]) -> dict[str, Any]:
-    """Accuracy, and the share that always answering the most frequent label would reach."""
+    """Accuracy, and the accuracy of always predicting the most frequent label."""
     by_label = Counter[str]()
     for (label, _), count in counts.items():
         by_label[label] += count
@@ -83,7 +83,7 @@ def summary(counts: Counter[tuple[str, bool]]) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line of this stage."""
+    """Parse the command line of this stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, required=True, help="folder that train.py wrote")
     parser.add_argument("--data", type=Path, required=True, help="folder that prepare.py wrote")

@@ -1,7 +1,7 @@
-"""Text to numbers: words, hashed features, and which texts are nearly the same.
+"""Text to numbers: words, hashed features, and near-duplicate detection.
 
-Used by ``prepare`` (training data) and by ``score`` (new texts), so that both
-see the same features. Numpy and the standard library alone.
+Both ``prepare`` (training data) and ``score`` (new texts) use it, so that both see the same features. It
+needs only numpy and the standard library.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from model import Rows
 
 TOKEN = re.compile(r"[a-z]+|[0-9]+|[^\sa-z0-9]{1,4}")
-"""Words, numbers, and runs of punctuation: how a project marks up its docstrings is part of its style."""
+"""Words, numbers, and runs of punctuation: a project's docstring markup is part of its style."""
 MAX_TOKENS = 160
-"""Tokens read of one text. Chosen: nine docstrings in ten are shorter."""
+"""Maximum tokens read from a text. Chosen: nine docstrings in ten are shorter."""
 SHINGLE_WORDS = 4
-"""Words in a shingle. Chosen: short enough to survive an edit, long enough to be no stock phrase."""
+"""Words in a shingle. Chosen: short enough to survive an edit, too long for a stock phrase."""
 BANDS, ROWS_PER_BAND = 6, 2
-"""MinHash layout: texts whose shingles overlap by about (1/6)^(1/2) = 0.4 or more meet in a band.
+"""MinHash layout: texts whose shingles overlap by about (1/6)^(1/2) = 0.4 or more share a band.
 
 Source: Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, section 3.4.
 """
@@ -35,14 +35,14 @@ class Hasher:
 
     Attributes:
         features: Number of hash buckets, a power of two.
-        ignored: Words that are left out, e.g. the names of the labels.
+        ignored: Words that are omitted, e.g. the names of the labels.
     """
 
     features: int
     ignored: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """Refuse sizes that the mask below could not cover."""
+        """Reject sizes that the mask below could not cover."""
         if self.features < 2 or self.features & (self.features - 1):
             raise ValueError(f"features must be a power of two, got {self.features!r}")
 
@@ -70,12 +70,12 @@ class Hasher:
 
 
 def normalise(text: str) -> str:
-    """Lower-case words alone: two texts that differ in layout, numbers or punctuation become equal."""
+    """Only the words, in lower case: texts that differ in layout, numbers or punctuation become equal."""
     return " ".join(re.findall(r"[a-z]+", text.lower()))
 
 
 def near_groups(normalised: Sequence[str]) -> np.ndarray:
-    """Group number of each text; texts that nearly agree, directly or through others, share one.
+    """Group number of each text; near-duplicate texts, directly or through others, have the same number.
 
     MinHash over word shingles, then connected components over the bands.
     """

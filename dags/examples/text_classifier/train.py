@@ -2,12 +2,11 @@
 
 ``python train.py --data data --output model``
 
-Alone it trains on this machine. As a stage, ``Session`` finds the checkpoint
-to go on from, saves when one is due or asked for, and ends the program when
-the stage is to move. A checkpoint holds all that the next step hangs on:
-parameters, optimizer state, random state, and the place in the order of the
-epoch. So a training that was moved and interrupted ends with the parameters
-of one that was not.
+Run directly, it trains on this machine. As a stage, ``Session`` finds the checkpoint to resume from, saves
+when a checkpoint is due or requested, and ends the program when the stage moves. A checkpoint contains
+everything that determines the next step: parameters, optimizer state, random state, and the position in the
+order of the epoch. A training that was moved and interrupted therefore ends with the same parameters as one
+that was not.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from envscaler_agent import Session
 
 @dataclass(slots=True)
 class Place:
-    """Where the training stands, beside the arrays.
+    """Position of the training, stored with the arrays.
 
     Attributes:
         epoch: Epochs finished.
@@ -44,7 +43,7 @@ class Place:
         step: Optimizer steps done.
         samples: Samples used, all epochs.
         random_state: State of the generator before this epoch's order was drawn.
-        repeated: Uses of a sample beyond one an epoch, in finished epochs.
+        repeated: Additional uses of samples in the same epoch, in finished epochs.
         dropped: Samples that a finished epoch did not use.
         history: One row for each finished epoch: loss, accuracy on the validation documents.
     """
@@ -60,10 +59,10 @@ class Place:
 
 
 class Training:
-    """A team, its place in the work, and how both are saved."""
+    """A team, its position in the work, and how to save both."""
 
     def __init__(self, team: Team, *, epochs: int) -> None:
-        """Begin at the beginning; :meth:`load` goes on from a checkpoint."""
+        """Start at the beginning; :meth:`load` resumes from a checkpoint."""
         self.team, self.epochs = team, epochs
         self.count = len(team.train[1])
         self.place = Place()
@@ -89,7 +88,7 @@ class Training:
         return end - begin, loss
 
     def end_epoch(self) -> dict[str, float]:
-        """Count what was repeated or dropped, measure, and draw the next order."""
+        """Count the repeated and dropped samples, measure, and draw the next order."""
         place = self.place
         place.repeated += int(np.maximum(self.used - 1, 0).sum())
         place.dropped += int((self.used == 0).sum())
@@ -100,7 +99,7 @@ class Training:
         return row
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that the next step hangs on."""
+        """Write everything that determines the next step."""
         path = Path(folder)
         np.savez(
             path / "arrays.npz",
@@ -114,10 +113,10 @@ class Training:
         (path / "place.json").write_text(json.dumps(body), encoding="utf-8")
 
     def load(self, folder: str | Path) -> None:
-        """Go on from what :meth:`save` wrote.
+        """Resume from what :meth:`save` wrote.
 
         Raises:
-            ValueError: It was written by another training: other data, sizes or settings.
+            ValueError: Another training wrote it: other data, sizes or settings.
         """
         path = Path(folder)
         body = json.loads((path / "place.json").read_text(encoding="utf-8"))
@@ -147,7 +146,7 @@ class Training:
 
 
 def run(training: Training, session: Session) -> None:
-    """Train to the end, or until the session leaves."""
+    """Train to the end, or until the session stops."""
     team, place = training.team, training.place
     begun, mark = time.monotonic(), place.samples
     accuracy = place.history[-1]["accuracy"] if place.history else None
@@ -172,7 +171,7 @@ def run(training: Training, session: Session) -> None:
 
 
 def write(training: Training, facts: dict[str, Any], output: Path) -> None:
-    """Write the model and what was measured of it."""
+    """Write the model and its measurements."""
     output.mkdir(parents=True, exist_ok=True)
     shape, place = training.team.shape, training.place
     about = {name: facts[name] for name in ("labels", "features", "ignored_words")}
@@ -190,7 +189,7 @@ def write(training: Training, facts: dict[str, Any], output: Path) -> None:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Training, dict[str, Any]]:
-    """Read the corpus into shared memory and lay out the training."""
+    """Read the corpus into shared memory and set up the training."""
     facts = json.loads((options.data / "labels.json").read_text(encoding="utf-8"))
     train, validation = (
         _shared(*load_rows(options.data / f"{name}.npz")) for name in ("train", "validation")
@@ -202,7 +201,7 @@ def prepare(options: argparse.Namespace) -> tuple[Training, dict[str, Any]]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line of this stage."""
+    """Parse the command line of this stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder that prepare.py wrote")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
@@ -241,7 +240,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _shared(rows: Rows, labels: np.ndarray) -> tuple[Rows, np.ndarray]:
-    """The same in memory that the children read without copying."""
+    """A copy in memory that the children read without copying."""
     arrays = []
     for array in (rows.starts, rows.columns, rows.values, labels):
         copy = shared_array(array.shape, array.dtype.type)

@@ -1,4 +1,4 @@
-"""Finish by a deadline on spot, over one or several zones, at the least expected cost."""
+"""Finish by a deadline on spot, over one or several zones, at the lowest expected cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job with a deadline on spot: what a policy sees at the start of a tick, and the exact guard."""
+"""A job with a deadline on spot: the view of a policy at the start of a tick, and the exact guard."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from envscaler_airflow.planning.record import Record, check_finite
 
 ON_DEMAND = "on-demand"
-"""The answer, and the running market, that no zone may be named."""
+"""The name of the on-demand market, as an answer and as what runs; no zone may have this name."""
 
 
 ROUNDING = 1e-9
-"""Relative error that adding floats may leave. Chosen: a microsecond in a quarter of an hour."""
+"""Relative error from adding floats. Chosen: a microsecond in a quarter of an hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class SpotJob(Record):
 
     Attributes:
         ticks: Ticks from the start to the deadline.
-        gap_s: Seconds of a tick; a tick is billed whole.
+        gap_s: Seconds of a tick; a started tick is billed in full.
         work_s: Seconds of work, on either market.
-        overhead_s: Seconds that every launch owes before it works.
+        overhead_s: Seconds of overhead of every launch before it works.
         on_demand_usd: $/h.
         spot_usd: $/h.
     """
@@ -36,7 +36,7 @@ class SpotJob(Record):
     spot_usd: float
 
     def __post_init__(self) -> None:
-        """Refuse NaN and a job that on-demand alone cannot finish."""
+        """Reject NaN and a job that cannot finish even on demand."""
         check_finite(work_s=self.work_s, overhead_s=self.overhead_s, spot_usd=self.spot_usd)
         check_finite(on_demand_usd=self.on_demand_usd)
         if self.on_demand_usd <= 0:
@@ -56,15 +56,15 @@ class SpotView:
 
     Attributes:
         tick: Ticks since the start.
-        ticks_left: To the deadline, this one included.
+        ticks_left: To the deadline, including this one.
         work_left_s: Work not done.
-        owed_s: Of the launch that runs, overhead not yet paid.
+        owed_s: Remaining overhead of the current launch.
         running: ``on-demand``, the zone that runs and was not lost, or None.
-        up: Zones in which spot can be had for the whole tick; False: not; absent: not asked.
+        up: Whether spot is available in a zone for the whole tick; absent: not requested.
         usd: Spot $/h by zone; absent: the job's own.
-        hidden: Zones that are known only by asking: answering one that is not in *up* asks for it.
-        ask_s: What asking takes while nothing runs.
-        asked_s: What it took in this tick so far.
+        hidden: Zones whose state only a request reveals: answering one that is not in *up* requests it.
+        ask_s: Duration of a request while nothing runs.
+        asked_s: Time spent on requests in this tick so far.
     """
 
     tick: int
@@ -79,7 +79,7 @@ class SpotView:
     asked_s: float = 0.0
 
     def unknown(self) -> list[str]:
-        """Zones that can be asked for."""
+        """Zones that can be requested."""
         return [name for name in self.hidden if name not in self.up]
 
 
@@ -89,15 +89,15 @@ def slack_s(job: SpotJob, view: SpotView) -> float:
 
 
 def may_ask(job: SpotJob, view: SpotView) -> bool:
-    """True when on-demand is still in time if the zone is not to be had; what runs on-demand runs on."""
+    """True when on-demand is still in time if the zone is unavailable; a running on-demand job continues."""
     return view.running == ON_DEMAND or slack_s(job, view) >= view.ask_s - 1e-6
 
 
 def is_safe(job: SpotJob, view: SpotView, answer: str | None) -> bool:
     """The exact guard: True when *answer* leaves time for an on-demand launch and the work.
 
-    Spot or none in a tick is allowed only if afterwards ``(ticks left - 1) * gap >= work left +
-    overhead``. On-demand is always allowed. With it no job can be late.
+    Spot or nothing in a tick is allowed only if afterwards ``(ticks left - 1) * gap >= work left +
+    overhead``. On-demand is always allowed. With this guard no job can be late.
     """
     if answer == ON_DEMAND:
         return True

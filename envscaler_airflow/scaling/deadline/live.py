@@ -1,4 +1,4 @@
-"""The deadline policy on a running stage: between spot and on-demand, and between zones."""
+"""The deadline policy on a running stage: move between spot and on-demand, and between zones."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import Outlook, outlook
 
 TICK_S = 600.0
-"""Seconds of a tick of the tables. Chosen: that of the traces they were fitted on."""
+"""Seconds of a tick of the tables. Chosen: that of the traces used for the fit."""
 MAX_TICKS = 6 * 24 * 60
-"""Longest deadline that a table is built for: 60 days. Chosen: half a minute of a worker."""
+"""Longest deadline that a table is built for: 60 days. Chosen: half a minute on a worker."""
 MAX_SLACK_S = 12 * 3600.0
-"""Slack beyond which the table is not told finer, seconds. Chosen: with so much, spot is always safe."""
+"""Slack in seconds above which the table needs no finer resolution. Chosen: with this much, spot is always
+safe."""
 ALIKE = 1.1
-"""Starts and prices that differ by no more than this factor need no other table. Chosen: as the tolerance of
-a move."""
+"""Start times and prices that differ by at most this factor need no new table. Chosen: equal to the tolerance
+of a move."""
 MAX_ROWS = 32
-"""Ticks kept of a table. Chosen: 7 MB in the store, 18 MB in the triggerer, 2 s to build for four days."""
+"""Ticks stored in a table. Chosen: 7 MB in the store, 18 MB in the triggerer, 2 s to build for four days."""
 
 
 def meet_deadline(observation: Observation, policy: Policy, *, table: Table | None = None) -> Proposal:
     """Propose on-demand before spot could make the stage late, and spot while that is safe.
 
-    Safe: after another tick and a start on on-demand the work left (90th percentile) still fits.
-    Without that much slack a move from spot to on-demand is urgent: no cool-down holds it back.
-    With a *table* of the job, on-demand is left for spot when that is expected to cost less;
-    without one, when two starts fit into the slack besides the tick, as Uniform Progress asks.
+    Safe: after another tick and a start on on-demand, the work left (90th percentile) still fits. Without
+    that slack, a move from spot to on-demand is urgent: no cooldown delays it. With a *table* of the job, the
+    stage leaves on-demand for spot when that has a lower expected cost. Without one, it does so when two
+    starts fit into the slack besides the tick, as Uniform Progress requires.
     """
     left_s = observation.deadline_left_s
     if left_s is None:
@@ -81,7 +82,7 @@ def _on_spot(view: Outlook, slack: float, numbers: dict[str, Any]) -> Proposal:
 
 
 def _cheaper_zone(view: Outlook, slack: float, numbers: dict[str, Any]) -> Proposal | None:
-    """Another zone of the same machine, when it saves the tolerance with the move inside."""
+    """Another zone with the same machine, if it saves the tolerance after the cost of the move."""
     staying, seen = view.staying, view.observation
     if staying is None or staying.objective is None or slack < TICK_S + 2 * seen.overheads.start_s:
         return None
@@ -124,7 +125,7 @@ def _on_demand(view: Outlook, slack: float, numbers: dict[str, Any], table: Tabl
 
 
 def _spot(seen: Observation) -> list[Allocation]:
-    """Spot candidates of the same machine and as many nodes, that may be had."""
+    """Available spot candidates with the same machine and number of nodes."""
     here = seen.current
     return [
         item
@@ -137,14 +138,14 @@ def _spot(seen: Observation) -> list[Allocation]:
 
 
 def _is_free(seen: Observation, item: Allocation) -> bool:
-    """With what is held of the same offer, which a mixed allocation has beside its spot nodes."""
+    """True if enough nodes are free, including allocated ones of the same offer (of a mixed allocation)."""
     free = seen.free_nodes.get(item.offer.name)
     held = sum(part.nodes for part in seen.current.parts if part.offer.name == item.offer.name)
     return free is None or free + held >= item.nodes
 
 
 def _same_machine(view: Outlook, target: Allocation) -> Any:
-    """The same instance type is as fast in another zone or market."""
+    """True for the same instance type, which is equally fast in another zone or market."""
     here = view.observation.current
     known = view.speeds.get(target.name)
     same = target.offer.instance_type == here.offer.instance_type and target.nodes == here.nodes
@@ -154,15 +155,15 @@ def _same_machine(view: Outlook, target: Allocation) -> Any:
 def job_of(
     allocation: Allocation, offers: Iterable[Offer], *, deadline_s: float, start_s: float
 ) -> SpotJob | None:
-    """The job as a table sees it; None when it is not to be had on both markets, or a price is unknown.
+    """The job as a table sees it; None if it is not available on both markets, or a price is unknown.
 
-    Its work is not known before it was measured: the table holds every amount, by the slack that it leaves.
+    Its work is unknown before it is measured, so the table covers every amount, by the slack that it leaves.
 
     Args:
-        allocation: What the attempt begins on; its machine is meant.
-        offers: All that can be had.
+        allocation: What the attempt starts on; only its machine matters.
+        offers: All available offers.
         deadline_s: Seconds to the deadline.
-        start_s: Seconds that every launch takes.
+        start_s: Seconds of every launch.
     """
     kind = allocation.offer.instance_type
     prices: dict[str, float] = {}
@@ -196,7 +197,7 @@ def prepare(policy: Policy, facts: StartFacts) -> Prepared:
 
 
 def _serves(built_for: Mapping[str, Any] | None, job: SpotJob) -> bool:
-    """True when the present table is good for *job* too; less time to the deadline needs no other."""
+    """True when the present table also fits *job*; a shorter time to the deadline needs no new table."""
     try:
         known = SpotJob.from_dict(built_for or {})
     except (ValueError, KeyError, TypeError, OverflowError):

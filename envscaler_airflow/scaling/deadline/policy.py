@@ -1,4 +1,4 @@
-"""Spot while it is safe, over one or several zones, by expected cost to finish."""
+"""Use spot while it is safe, over one or several zones, by expected cost to finish."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from envscaler_airflow.scaling.deadline.tables import (
 )
 
 PRIOR_H = 24.0
-"""Hours that the prior of a zone's availability, one half, counts for. Chosen: a day."""
+"""Weight in hours of the prior of a zone's availability, one half. Chosen: a day."""
 TOGETHER = 0.7
-"""Zones of one cloud fail together: the chance of another one up is this part of what independence gives.
-Chosen among 0.5, 0.7, 0.9 and 1 on the zones of 2023 and 2025."""
+"""Zones of one cloud fail together: the probability that another one is up is this fraction of the
+independent one. Chosen among 0.5, 0.7, 0.9 and 1 on the zones of 2023 and 2025."""
 
 Build = Callable[[SpotJob, Hazard, Others], Table]
 
@@ -41,16 +41,16 @@ def _build(job: SpotJob, hazard: Hazard, others: Others) -> Table:
 
 
 class DeadlinePolicy:
-    """Least expected cost: the table of the job, weighed by what each zone's own past lets us believe."""
+    """Lowest expected cost: the table of the job, weighted by the belief from each zone's own past."""
 
     def __init__(self, hazard: Hazard | None = None, *, build: Build = _build) -> None:
-        """Tables are made by *build* at :meth:`begin`, and kept by job and zones."""
+        """Create a policy; *build* makes the tables from :meth:`begin` on, cached by job and zones."""
         self._hazard = hazard or Hazard()
         self._build = build
         self._kept: dict[tuple[SpotJob, Others], Table] = {}
 
     def begin(self, job: SpotJob, history: Mapping[str, Sequence[int]]) -> None:
-        """Learn from *history*; the table is made when the zones are first seen."""
+        """Learn from *history*; the table is built when the zones are first seen."""
         self._job = job
         self._history = history
         self._table: Table | None = None
@@ -59,7 +59,7 @@ class DeadlinePolicy:
         self._tick = -1
 
     def choose(self, view: SpotView) -> str | None:
-        """The answer of least expected cost that the guard allows."""
+        """The answer with the lowest expected cost that the guard allows."""
         self._observe(view)
         if view.running not in (None, ON_DEMAND) and is_safe(self._job, view, view.running):
             return view.running
@@ -71,7 +71,7 @@ class DeadlinePolicy:
         return ON_DEMAND
 
     def costs(self, view: SpotView) -> dict[str | None, tuple[float, int]]:
-        """Expected cost of each answer, in ticks of on-demand, with the order in which ties go."""
+        """Expected cost of each answer, in ticks of on-demand, with the order for ties."""
         up = [name for name, is_up in view.up.items() if is_up]
         if view.unknown() and not up:
             return self._costs_of_asking(view)
@@ -90,10 +90,10 @@ class DeadlinePolicy:
         return costs
 
     def _costs_of_asking(self, view: SpotView) -> dict[str | None, tuple[float, int]]:
-        """None is up as far as is known: ask for the likeliest, when that is expected to cost least.
+        """If no zone is known to be up, request the likeliest one when that has the lowest expected cost.
 
-        A zone that answers is launched; one that does not leaves what is best without it, later by the
-        time that asking took. What its answer teaches is left out.
+        A zone that is available is launched. Otherwise the best remaining answer follows, delayed by the time
+        of the request. The value of what the request reveals is ignored.
         """
         name = max(view.unknown(), key=lambda zone: (self._risks[zone].up_chance(), zone))
         risk, table, slack = self._risks[name], self._table_for(view), slack_s(self._job, view)
@@ -125,7 +125,7 @@ class DeadlinePolicy:
         return self._risks[name]
 
     def _score(self, name: str, view: SpotView, *, is_up: bool) -> float:
-        """Up: $ of a tick with the expected overhead of its loss; down: how unlikely its return is."""
+        """Score. Up: $ per tick with the expected overhead of a loss; down: how unlikely its return is."""
         chance = self._risks[name].chance()
         if not is_up:
             return -chance

@@ -1,8 +1,8 @@
-"""How likely spot is to go, and to come back: by age of the state, and by what the zone did so far.
+"""Probability of losing spot, and of its return: by age of the state and by the zone's past.
 
-A zone is in one of a few regimes. Each multiplies the fitted rates of loss and of return by
-factors of its own, and is left now and then for one drawn anew. Which regime holds is never
-seen; :class:`Risk` carries what its ticks let us believe.
+A zone is in one of a few regimes. Each multiplies the fitted rates of loss and of return by its own factors.
+From time to time a new regime is drawn. The current regime is never observed; :class:`Risk` has the belief
+from the ticks so far.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Hazard(Record):
     """Rates at which a state of availability ends, and the regimes that multiply them.
 
     Attributes:
-        up: Losses an hour, by bin of age.
-        down: Returns an hour, by bin of age.
+        up: Losses per hour, by bin of age.
+        down: Returns per hour, by bin of age.
         up_factors, down_factors: Of each regime.
         regimes: How often a regime is drawn; sums to 1.
-        regime_h: Mean hours until one is drawn anew.
+        regime_h: Mean hours until a new regime is drawn.
     """
 
     up: tuple[float, ...] = fitted.UP_PER_HOUR
@@ -41,21 +41,21 @@ class Hazard(Record):
         return tuple(-math.expm1(-rate * f) for f in (self.up_factors if is_up else self.down_factors))
 
     def redrawn(self, gap_s: float) -> float:
-        """Probability that the regime is drawn anew within a tick."""
+        """Probability that a new regime is drawn within a tick."""
         return -math.expm1(-gap_s / 3600 / self.regime_h)
 
 
 @dataclass(slots=True)
 class Risk:
-    """What one zone was seen to do.
+    """Observations of one zone.
 
     Attributes:
         hazard: The model.
-        gap_s: Seconds between two looks.
-        is_up: Now; None before the first look.
-        age_h: Since the state began, as far as it was seen.
+        gap_s: Seconds between two observations.
+        is_up: Now; None before the first observation.
+        age_h: Since the state began, as far as it was observed.
         belief: Probability of each regime.
-        unseen_h: Since the last look.
+        unseen_h: Since the last observation.
     """
 
     hazard: Hazard
@@ -67,11 +67,11 @@ class Risk:
     _chances: dict[tuple[bool, int], tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Believe what was fitted."""
+        """Start with the fitted belief."""
         self.belief = list(self.hazard.regimes)
 
     def observe(self, *, is_up: bool) -> None:
-        """One more tick."""
+        """Add one observed tick."""
         gap_h, self.unseen_h = self.gap_s / 3600, 0.0
         if self.is_up is None:
             self.is_up, self.age_h = is_up, gap_h
@@ -90,14 +90,14 @@ class Risk:
         self.is_up = is_up
 
     def skip(self) -> None:
-        """One more tick in which nobody looked."""
+        """Add one tick without an observation."""
         self.unseen_h += self.gap_s / 3600
 
     def up_chance(self) -> float:
-        """Probability that the zone is up now: as last seen, and fading with the time since.
+        """Probability that the zone is up now: as last seen, decaying with the time since.
 
-        A chain of two states with the believed rates at an age of an hour; without a look, its stationary
-        share.
+        A chain of two states with the believed rates at an age of an hour; before the first observation, its
+        stationary probability.
         """
         rates = [
             sum(share * rate for share, rate in zip(self.belief, self._rates(is_up=is_up), strict=True))
@@ -114,7 +114,7 @@ class Risk:
         return [rate * factor for factor in (hazard.up_factors if is_up else hazard.down_factors)]
 
     def learn(self, ticks: Iterable[int]) -> None:
-        """Ticks of the past, oldest first; below 0 is unknown and skipped."""
+        """Add past ticks, oldest first; below 0 is unknown and skipped."""
         for tick in ticks:
             if tick >= 0:
                 self.observe(is_up=tick > 0)

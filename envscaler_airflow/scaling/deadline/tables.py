@@ -1,9 +1,9 @@
-"""Expected cost of every answer, built once at submit; looked up at every check without numpy.
+"""Expected cost of every answer, built once at submit and read at every check without numpy.
 
-An undiscounted Markov decision process, solved backward. State: ticks left, seconds that may
-still be lost (slack), the market with what its launch still owes, and age and kind of
-availability, and the regime of the zone, which the table knows and a check only believes
-(QMDP: Littman, Cassandra and Kaelbling, ICML 1995).
+An undiscounted Markov decision process, solved backward. Its state has the ticks left, the seconds that may
+still be lost (slack), the market with the remaining overhead of its launch, the age and kind of availability,
+and the regime of the zone. The table knows the regime, but a check has only a belief (QMDP: Littman,
+Cassandra and Kaelbling, ICML 1995).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     _Array = np.ndarray[Any, np.dtype[Any]]
 
 UP_IDLE, UP_ON_DEMAND, DOWN_IDLE, DOWN_ON_DEMAND = range(4)
-"""What is asked: spot is up or not, and nothing runs (a loss is that too) or on-demand does."""
+"""Situations: spot is up or not, and either nothing runs (also after a loss) or on-demand does."""
 SPOT, BUY, WAIT = range(3)
 """Answers: launch spot, run on-demand, run nothing."""
 FASTER = 1.0
-"""How much faster than fitted the tables take losses and returns. Made by ``benchmarks/policies/tune.py``."""
+"""Factor on the fitted rates of losses and returns in the tables. Made by ``benchmarks/policies/tune.py``."""
 _ROW = BINS * 4 * 3
 MAX_UNPACKED = 1 << 28
-"""Most that a table unpacks to, bytes. Chosen: ten times that of the longest deadline."""
+"""Maximum bytes that a table unpacks to. Chosen: ten times that of the longest deadline."""
 _AGAIN = 4
-"""Bin of age of another zone when it is launched after a loss. Chosen: an hour."""
+"""Age bin of another zone when it is launched after a loss. Chosen: an hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Table:
     Attributes:
         ticks: Knots of ticks left, rising.
         slack_s: Knots of slack, rising from 0.
-        regimes: How many there are.
+        regimes: Number of regimes.
         costs: ``[ticks][slack][bin][situation][answer][regime]``, flat.
     """
 
@@ -77,7 +77,7 @@ class Table:
         return found[0], found[1], found[2]
 
     def to_bytes(self) -> bytes:
-        """For the store: packed and compressed."""
+        """Packed and compressed bytes for the store."""
         head = struct.pack("<III", len(self.ticks), len(self.slack_s), self.regimes)
         knots = struct.pack(f"<{len(self.ticks)}I{len(self.slack_s)}d", *self.ticks, *self.slack_s)
         return zlib.compress(head + knots + self.costs.tobytes())
@@ -87,7 +87,7 @@ class Table:
         """What :meth:`to_bytes` wrote.
 
         Raises:
-            ValueError: The bytes are torn, of another version, or more than a table of ours ever has.
+            ValueError: The bytes are torn, of another version, or more than any of our tables has.
         """
         try:
             body = _unpacked(data)
@@ -116,18 +116,18 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def _is_rising(knots: Sequence[float]) -> bool:
-    """Two or more, each larger than the one before; NaN is larger than nothing."""
+    """True for two or more values, each larger than the one before; never with NaN."""
     return len(knots) > 1 and all(one < other for one, other in pairwise(knots)) and isfinite(knots[-1])
 
 
 def _between(knots: tuple[float, ...], value: float) -> tuple[int, float]:
-    """Index of the knot below and the weight of the one above; ends are held."""
+    """Index of the knot below and the weight of the one above; clamped at both ends."""
     i = min(max(bisect_right(knots, value) - 1, 0), len(knots) - 2)
     return i, min(1.0, max(0.0, (value - knots[i]) / (knots[i + 1] - knots[i])))
 
 
 def slack_knots(job: SpotJob, *, fine_s: float = 120.0) -> tuple[float, ...]:
-    """Slack from 0 to the whole: fine where the last tick matters, then growing by 4 % (chosen)."""
+    """Slack from 0 to the maximum: fine where the last tick matters, then growing by 4 % (chosen)."""
     last = max(job.ticks * job.gap_s - job.work_s - job.overhead_s, job.gap_s)
     knots, step = [0.0], fine_s
     while knots[-1] < last:
@@ -139,10 +139,10 @@ def slack_knots(job: SpotJob, *, fine_s: float = 120.0) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Further zones to fail over to, as the table sees them.
+    """Additional zones for failover, as the table sees them.
 
     Attributes:
-        zones: How many there are in all.
+        zones: Number of zones in total.
         up: Probability that another one is up when the running one is lost.
     """
 
@@ -153,13 +153,13 @@ class Others:
 def build_table(
     job: SpotJob, hazard: Hazard | None = None, *, others: Others = Others(), every: int = 4
 ) -> Table:
-    """Solve the decision process of *job*; a fraction of a second to some seconds, with numpy.
+    """Solve the decision process of *job* with numpy; takes a fraction of a second to a few seconds.
 
     Args:
         job: Its geometry and prices.
-        hazard: Rates by age; the fitted ones when None.
-        others: Zones to fail over to.
-        every: Keep each so-many-th tick; a check interpolates between.
+        hazard: Rates by age; None: the fitted ones.
+        others: Zones for failover.
+        every: Store every n-th tick; a check interpolates between them.
     """
     solver = _Solver(job, hazard or Hazard(), others)
     kept: list[tuple[int, bytes]] = []
@@ -174,7 +174,7 @@ def build_table(
 
 
 class _Solver:
-    """Goes from the deadline backward, a tick at a time."""
+    """Solves from the deadline backward, one tick at a time."""
 
     def __init__(self, job: SpotJob, hazard: Hazard, others: Others) -> None:
         import numpy as np  # noqa: PLC0415  # checks do without
@@ -227,7 +227,7 @@ class _Solver:
         return allowed
 
     def _expected(self, costs: _Array, *, is_spot: bool = False) -> _Array:
-        """Over what availability does in the tick to come; with other zones up, a loss is a new launch."""
+        """Expected cost over the next tick's availability; if other zones are up, a loss is a new launch."""
         up, down = costs[..., :BINS], costs[..., BINS:]
         out = self.np.empty_like(costs)
         again = self.idle[..., _AGAIN : _AGAIN + 1]

@@ -70,7 +70,7 @@ def node(labels, **devices):
     ],
 )
 def test_each_resource_is_gpus_of_its_own_name(labels, devices, expected):
-    """Whole ones, shares and partitions, of every vendor; a pod gets one share at most (D13)."""
+    """Whole ones, shares and partitions, of every vendor; a pod gets at most one share (D13)."""
     found = accelerators(labels, devices, lambda text: quantity(str(text)))
 
     assert [(one.name, one.per_pod, one.memory_gb) for one in found] == expected
@@ -105,14 +105,14 @@ def test_a_part_of_a_gpu_costs_its_part_of_the_node():
     ],
 )
 def test_a_pod_requests_the_resource_that_its_offer_is_of(labels, devices, resource):
-    """As its node names it, whatever the GPU is called (D13)."""
+    """The node's name for it, independent of the GPU's name (D13)."""
     [offer] = derived_offers([node(labels, **devices)], Settings())
 
     assert gpu_resource(offer, Settings()) == resource
 
 
 def test_a_resource_of_no_gpu_is_refused():
-    """A unit that no vendor has, and a class of nodes that names one (D13)."""
+    """A unit that no vendor has, and a node class that names one (D13)."""
     with pytest.raises(ValueError, match="is not a GPU resource"):
         resource_of("rdma", "A100")
     with pytest.raises(SpecError, match="write one of the node's allocatable ones"):
@@ -163,7 +163,7 @@ def test_a_class_of_nodes_names_the_resource_of_its_gpus():
     ],
 )
 def test_a_part_of_a_gpu_is_for_those_who_name_it(tmp_path, monkeypatch, gpu, labels, devices, expected):
-    """A plan on a node with parts alone says what it has, and takes one where it is asked for (D13)."""
+    """A plan on a node with only parts names them, and uses one where it is requested (D13)."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     gpu = gpu if gpu.startswith("{") else f"{{{gpu}}}"
     text = f"{{version: v1, name: x, resources: {{requests: {{gpu: {gpu}}}}}, entrypoint: [a]}}"

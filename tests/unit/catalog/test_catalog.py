@@ -25,7 +25,7 @@ def test_every_packaged_row_has_a_published_price_and_its_date():
 
 
 def test_a_laptop_is_priced_as_the_nearest_type():
-    """Two vCPUs with 5 GiB lie nearer to 4 GiB (c7i.large, $0.08925) than to 8 GiB (m7i.large)."""
+    """Two vCPUs with 5 GiB are nearer to 4 GiB (c7i.large, $0.08925) than to 8 GiB (m7i.large)."""
     shadow = shadow_offer(2, 5)
 
     assert shadow is not None
@@ -42,7 +42,7 @@ def test_a_machine_of_arm_is_not_priced_as_one_of_x86():
 
 
 def test_a_gpu_machine_takes_the_number_of_gpus_before_the_size():
-    """One H200 exists only by eights; its slice costs an eighth of $63.296."""
+    """The H200 is only sold in groups of eight; its share costs an eighth of $63.296."""
     shadow = shadow_offer(16, 128, gpu_name="H200", gpus=1)
 
     assert shadow is not None
@@ -59,7 +59,7 @@ def test_one_gpu_of_many_sizes_takes_the_nearest_size():
 
 
 def test_a_gpu_without_a_published_price_has_no_shadow():
-    """Unknown stays unknown; it never becomes free."""
+    """An unknown price stays unknown; it never becomes free."""
     assert shadow_offer(8, 32, gpu_name="RTX4090", gpus=1) is None
 
 
@@ -87,5 +87,5 @@ def test_half_of_the_vcpus_cost_half():
     ],
 )
 def test_names_of_drivers_become_names_of_the_tables(said, memory_gb, name):
-    """What NVML says is looked up by the name that the price tables use."""
+    """NVML's name is looked up by the name that the price tables use."""
     assert canonical_gpu(said, memory_gb) == name

@@ -63,7 +63,7 @@ def node(**changes):
     ],
 )
 def test_the_cloud_of_a_node_is_that_of_its_provider_id(provider_id, cloud):
-    """As the catalog names it; none for machines of one's own."""
+    """The catalog's name of the cloud; empty for the user's own machines."""
     assert read_node(node(spec={"providerID": provider_id})).cloud == cloud
 
 
@@ -94,7 +94,7 @@ def test_a_node_is_what_can_be_allocated_on_it_at_the_clouds_price():
     ],
 )
 def test_spot_is_told_by_every_clouds_label(labels):
-    """Karpenter, EKS, GKE, AKS; a spot price that nobody published is unknown, not the on-demand one."""
+    """Karpenter, EKS, GKE, AKS; an unpublished spot price is unknown, not the on-demand one."""
     (pool,) = node_pools([node(labels=labels)], prices=packaged())
 
     assert pool.offer.capacity_type == "spot"
@@ -139,7 +139,7 @@ def test_nodes_that_are_alike_are_one_pool_of_the_smallest():
 
 
 def test_a_node_whose_gpus_are_not_up_yet_tells_nothing_of_its_type():
-    """The device plugin comes minutes after the node; the pool is of those that have it."""
+    """The device plugin starts minutes after the node; the pool consists of nodes that have it."""
     fresh = node(name="fresh", without=(PRODUCT, MEMORY))
     del fresh["status"]["allocatable"]["nvidia.com/gpu"]
 
@@ -151,7 +151,7 @@ def test_a_node_whose_gpus_are_not_up_yet_tells_nothing_of_its_type():
 
 
 def test_alike_nodes_of_two_pools_cost_what_the_dearer_does():
-    """Which of them a pod lands on is not known; nor is the price, where that of one is not."""
+    """The node that a pod lands on is unknown; so is the price if that of one node is."""
     other = node(name="other", labels={"eks.amazonaws.com/nodegroup": "dear"})
 
     for nodes in ([EKS, other], [other, EKS]):
@@ -175,12 +175,12 @@ def test_alike_nodes_of_two_pools_cost_what_the_dearer_does():
     ],
 )
 def test_a_node_that_takes_nothing_is_no_offer(broken):
-    """Cordoned, not ready, or not understood."""
+    """A node that is cordoned, not ready, or malformed."""
     assert node_pools([broken]) == []
 
 
 def test_a_node_that_does_not_say_its_region_has_no_price_of_the_cloud():
-    """Prices differ by region: the cheapest one's would be a guess."""
+    """Prices differ by region: that of the cheapest one would be a guess."""
     lost = node(without=("topology.kubernetes.io/region", "topology.kubernetes.io/zone"))
 
     (pool,) = node_pools([lost], prices=packaged())
@@ -191,7 +191,7 @@ def test_a_node_that_does_not_say_its_region_has_no_price_of_the_cloud():
 
 @pytest.mark.parametrize("resource", ["nvidia.com/gpu", "cpu", "memory"])
 def test_an_amount_beyond_all_sense_is_none(resource):
-    """It has more digits than a number holds."""
+    """It has more digits than a number can have."""
     found = node_pools([node(allocatable={resource: "9" * 400})])
 
     assert [(pool.offer.gpus, pool.offer.gpu_name) for pool in found] == (
@@ -200,7 +200,7 @@ def test_an_amount_beyond_all_sense_is_none(resource):
 
 
 def test_ones_own_prices_go_before_the_clouds():
-    """By pool, by type, or for all; 0 is a price here."""
+    """By pool, by type, or for all; 0 is a valid price here."""
     bare = node(spec={"providerID": "kind://docker/x"}, without=["eks.amazonaws.com/nodegroup"])
 
     assert node_pools([EKS], prices=packaged(), cluster_prices={"gpu": 0.3})[0].offer.usd_per_hour == 0.3
@@ -210,7 +210,7 @@ def test_ones_own_prices_go_before_the_clouds():
 
 
 def test_a_node_without_labels_is_named_by_its_size():
-    """Of a cluster of one's own."""
+    """In the user's own cluster."""
     plain = {
         "metadata": {"name": "n"},
         "spec": {},
@@ -226,7 +226,7 @@ def test_a_node_without_labels_is_named_by_its_size():
 
 
 def shared_t4(**labels):
-    """A node with one T4 that four pods share; *labels* say how."""
+    """A node with one T4 that four pods share; *labels* describe how."""
     found = node(without=[PRODUCT, MEMORY], allocatable={"nvidia.com/gpu": "4"})
     found["metadata"]["labels"] |= labels
     return found
@@ -280,7 +280,7 @@ def test_a_shared_gpu_is_one_share_under_a_name_of_its_own(labels):
     ids=["feature-discovery", "gke"],
 )
 def test_slices_of_a_gpu_are_none_of_the_whole_one(labels, name, gib):
-    """Seven MIG slices are seven small GPUs, each with its own memory (D13)."""
+    """Seven MIG devices are seven small GPUs, each with its own memory (D13)."""
     found = node(without=[PRODUCT, MEMORY], allocatable={"nvidia.com/gpu": "7"})
     found["metadata"]["labels"] |= labels
 
@@ -311,7 +311,7 @@ def tainted(key, value="", effect="NoSchedule"):
     ],
 )
 def test_a_node_that_no_pod_of_ours_runs_on_is_no_offer(other):
-    """However large it says that it is (D13)."""
+    """Its reported size does not matter (D13)."""
     pools = node_pools([EKS, node(name="other", labels={"x": "y"} | other.pop("labels", {}), **other)])
 
     assert [pool.names for pool in pools] == [("ip-10-0-1-7",)]
@@ -325,12 +325,12 @@ def test_a_node_that_no_pod_of_ours_runs_on_is_no_offer(other):
     ],
 )
 def test_a_taint_that_our_pods_bear_keeps_no_offer_off(spec):
-    """Of GPU nodes, and one that only prefers."""
+    """Taints of GPU nodes, and one with PreferNoSchedule."""
     assert len(node_pools([node(spec=spec)])) == 1
 
 
 def test_a_stage_for_two_gpus_finds_none_on_one_that_is_shared(tmp_path, monkeypatch):
-    """The plan says what is there instead (D13)."""
+    """The plan names what is available instead (D13)."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     (tmp_path / "s.yaml").write_text(
         "{version: v1, name: x, resources: {requests: {gpu: {type: T4, count: 2}}}, entrypoint: [a]}"
@@ -347,7 +347,7 @@ def test_a_stage_for_two_gpus_finds_none_on_one_that_is_shared(tmp_path, monkeyp
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """``offers --nodes`` on what ``kubectl get nodes -o json`` printed."""
+    """``offers --nodes`` on the output of ``kubectl get nodes -o json``."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
 
     def run(text, *more):
@@ -357,7 +357,7 @@ def shell(tmp_path, monkeypatch):
 
 
 def test_the_shell_lists_a_clusters_nodes_at_the_clouds_price(shell):
-    """The spot node has no published price; one's own price goes before the cloud's."""
+    """The spot node has no published price; the user's own price takes precedence over the cloud's."""
     spot = node(name="b", labels={"eks.amazonaws.com/capacityType": "SPOT"})
     text = json.dumps({"kind": "List", "items": [EKS, spot]})
 
@@ -375,7 +375,7 @@ def test_the_shell_lists_a_clusters_nodes_at_the_clouds_price(shell):
 
 
 def test_a_stage_is_planned_on_a_cluster(tmp_path, monkeypatch):
-    """What can be allocated decides: a node of 16 GiB does not hold a pod of 16 GiB."""
+    """Allocatable resources decide: a pod of 16 GiB does not fit on a node of 16 GiB."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     (tmp_path / "s.yaml").write_text(
         "{version: v1, name: x, resources: {requests: {memory: 16Gi, gpu: {count: 1}}}, entrypoint: [a]}"
@@ -416,7 +416,7 @@ def test_a_stage_is_planned_on_a_cluster(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_no_list_of_nodes_is_refused(shell, text, more, words):
-    """With what to write, and what keeps pods off the nodes there (D13)."""
+    """The error names what to write, and what keeps pods off the nodes there (D13)."""
     got = shell(text, *more)
 
     assert got.exit_code != 0

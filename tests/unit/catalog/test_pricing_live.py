@@ -1,4 +1,4 @@
-"""Books of live prices: last good values, quarantine, and the catalog that is made of them."""
+"""Price lists of live prices: last good values, quarantine, and the catalog built from them."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ HOUR = 3600.0
 
 
 def fetched(*quotes, **more):
-    """What a feed gave for us-east-1."""
+    """A feed's prices for us-east-1."""
     return Fetched("aws", "us-east-1", quotes, "AWS", **more)
 
 
 def refresh(last, *quotes, now=HOUR, **more):
-    """The book after an answer."""
+    """The price list after an answer."""
     known = known_prices(TABLE, "aws", "us-east-1")
     return refreshed(last, fetched(*quotes), now=now, known=known, **more)
 
 
 def test_live_prices_stand_over_the_snapshot_with_their_date():
-    """On demand for the region, spot for the zone; what was not told of stays unknown."""
+    """On demand for the region, spot for the zone; a price that the feed lacks stays unknown."""
     table = with_books(TABLE, [refresh(None, LISTED, SPOT)])
 
     offers = {offer.name: (offer.usd_per_hour, offer.price_source) for offer in table.offers()}
@@ -59,7 +59,7 @@ def test_live_prices_stand_over_the_snapshot_with_their_date():
 
 
 def test_a_failure_keeps_the_last_good_prices_and_says_their_age():
-    """Three hours old, and why they are."""
+    """The prices are three hours old, and the reason is named."""
     book = unanswered(refresh(None, LISTED), "aws", "us-east-1", "AWS pricing answered 403", now=4 * HOUR)
 
     offers = [offer.usd_per_hour for offer in with_books(TABLE, [book]).offers()]
@@ -72,7 +72,7 @@ def test_a_failure_keeps_the_last_good_prices_and_says_their_age():
 
 
 def test_prices_that_the_newest_answer_left_out_go_on_and_are_said_to_be_older():
-    """The book is fresh, a spot price that is quoted no more is not."""
+    """The price list is fresh, but a spot price that is no longer quoted is not."""
     book = refresh(refresh(None, LISTED, SPOT), LISTED, now=49 * HOUR)
 
     sources = {offer.price_source for offer in with_books(TABLE, [book]).offers() if offer.usd_per_hour}
@@ -98,7 +98,7 @@ def test_a_price_that_leaps_is_in_quarantine_and_the_last_one_goes_on(usd):
 
 
 def test_a_first_price_is_held_against_the_snapshot_and_spot_against_on_demand():
-    """A spot price of $0.00001 for a machine of $1.1 is none."""
+    """A spot price of $0.00001 for a machine of $1.1 is not valid."""
     book = refresh(None, LISTED._replace(usd=10.0), SPOT)
     odd = refresh(None, LISTED, SPOT._replace(usd=0.00001))
 
@@ -108,7 +108,7 @@ def test_a_first_price_is_held_against_the_snapshot_and_spot_against_on_demand()
 
 
 def test_a_spot_price_without_anything_to_hold_it_against_is_still_no_gift():
-    """A type whose on-demand price nobody tells: a thousandth of a cent is believed of no machine."""
+    """For a type without a known on-demand price, a thousandth of a cent is rejected."""
     odd = SPOT._replace(instance_type="g9.xlarge", usd=0.00001)
 
     assert refresh(None, odd).quarantined == {odd.key: 0.00001}
@@ -116,7 +116,7 @@ def test_a_spot_price_without_anything_to_hold_it_against_is_still_no_gift():
 
 
 def test_quarantine_outlives_restarts_and_gradual_changes_do_not_enter_it(tmp_path):
-    """Each process reads what the last one kept; the last good price is the measure, not the leap."""
+    """Each process reads what the last one kept; outliers are compared with the last good price."""
     day = 24 * HOUR
     prices = [1.1, 50.0, 50.0, 4.0, 15.0]
     seen = []
@@ -132,7 +132,7 @@ def test_quarantine_outlives_restarts_and_gradual_changes_do_not_enter_it(tmp_pa
 
 
 def test_spot_dearer_than_on_demand_is_a_price_and_not_chosen():
-    """It happens when a zone is short; five times more is not believed."""
+    """It happens when a zone is short of capacity; five times more is an outlier."""
     table = with_books(TABLE, [refresh(None, LISTED, SPOT._replace(usd=2.0))])
 
     chosen = search(Requirements(gpus=1, region="us-east-1"), table).chosen
@@ -163,7 +163,7 @@ def test_new_machines_and_zones_become_offers():
 
 
 def test_zones_that_become_known_replace_the_row_without_one():
-    """An offer of the region as a whole would be counted twice."""
+    """Otherwise an offer of the whole region would be counted twice."""
     table = build_table({G5: [Row("us-east-1", usd=1.006)]})
     book = refreshed(None, fetched(LISTED, zones={"g5.xlarge": ("us-east-1a",)}), now=0, known={})
 
@@ -174,19 +174,19 @@ def test_zones_that_become_known_replace_the_row_without_one():
 
 @pytest.mark.parametrize("value", ["", "nan", "-1", "0", "0.0000000000", None, True, "free", float("inf")])
 def test_what_is_no_price_is_unknown(value):
-    """Never 0, never NaN."""
+    """The price is never 0 or NaN."""
     assert usd_of(value) is None
     assert usd_of("1", currency="EUR") is None
     assert usd_of("1.5") == 1.5
 
 
 class Feed:
-    """Gives what it is told to, or fails."""
+    """Returns scripted answers, or fails."""
 
     cloud = "aws"
 
     def __init__(self, *answers):
-        """Answers in order; an exception is raised."""
+        """Store the answers, in order; an exception is raised."""
         self.answers = list(answers)
 
     def fetch(self, region):
@@ -198,7 +198,7 @@ class Feed:
 
 
 def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
-    """Refreshed, failed, torn: the catalog is of the last good prices, and at worst the snapshot."""
+    """Refreshed, failed, torn: the catalog has the last good prices, and at worst the snapshot."""
     monkeypatch.setattr("time.time", lambda: 3 * HOUR)
     for module in ("prices", "sources"):
         monkeypatch.setattr(f"envscaler_airflow.catalog.{module}.packaged", lambda: TABLE)
@@ -227,7 +227,7 @@ def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
 
 
 def test_a_shelf_that_cannot_be_written_says_where(tmp_path):
-    """And what to set."""
+    """The error also names what to set."""
     (tmp_path / "file").write_text("")
 
     with pytest.raises(SpecError, match="set ENVSCALER_CACHE"):
@@ -235,7 +235,7 @@ def test_a_shelf_that_cannot_be_written_says_where(tmp_path):
 
 
 def test_committed_prices_are_kept_for_reports_alone(tmp_path):
-    """The plan is of what is paid by use; who asks is told the terms, shortest first."""
+    """The plan uses pay-as-you-go prices; a report shows the terms on request, shortest first."""
     quotes = (
         LISTED,
         LISTED._replace(usd=0.4, commitment="3y"),
@@ -259,7 +259,7 @@ def test_committed_prices_are_kept_for_reports_alone(tmp_path):
     "text", ["{", "[]", '{"prices": []}', '{"prices": {"g5.xlarge||us-east-1||on-demand|1y": 3}}']
 )
 def test_a_torn_book_has_no_commitments(tmp_path, text):
-    """And breaks no plan."""
+    """It does not break a plan."""
     (tmp_path / "prices-aws-us-east-1.json").write_text(text)
     offer = next(offer for offer in TABLE.offers() if offer.region == "us-east-1")
 
@@ -313,7 +313,7 @@ def test_aws_products_give_list_and_committed_prices():
 
 
 def test_aws_machines_have_canonical_gpus():
-    """The 80 GB of an A100 are not in its name; a machine without a size is none."""
+    """The 80 GB of an A100 are not in its name; a machine without a size is skipped."""
     item = {
         "InstanceType": "p4de.24xlarge",
         "ProcessorInfo": {"SupportedArchitectures": ["x86_64"]},
@@ -327,7 +327,7 @@ def test_aws_machines_have_canonical_gpus():
 
 
 def test_aws_machines_tell_network_disks_and_processor():
-    """All cards together; no disk of its own is 0 and not unknown."""
+    """All network cards together; no local disk is 0 and not unknown."""
     cards = [{"BaselineBandwidthInGbps": 100.0, "PeakBandwidthInGbps": 200.0}] * 4
     item = {
         "NetworkInfo": {"NetworkCards": cards},
@@ -343,7 +343,7 @@ def test_aws_machines_tell_network_disks_and_processor():
 
 @pytest.mark.parametrize("strange", [None, "5 Gigabit", float("nan"), -1, True, {}])
 def test_a_strange_fact_is_unknown(strange):
-    """One card that tells nothing makes the sum unknown, not smaller."""
+    """If one card reports nothing, the sum is unknown, not smaller."""
     cards = [{"BaselineBandwidthInGbps": 100.0}, {"BaselineBandwidthInGbps": strange}]
     item = {
         "NetworkInfo": {"NetworkCards": cards},
@@ -355,7 +355,7 @@ def test_a_strange_fact_is_unknown(strange):
 
 
 def test_facts_of_a_feed_stand_over_the_snapshot_and_outlive_a_failure():
-    """They are kept with the prices, and packed with the catalog."""
+    """They are cached with the prices, and packed with the catalog."""
     packed = build_table(
         {G5: [Row("us-east-1", "us-east-1a")]}, machines={("aws", "g5.xlarge"): Machine(1.0)}
     )
@@ -372,7 +372,7 @@ def test_facts_of_a_feed_stand_over_the_snapshot_and_outlive_a_failure():
 
 
 def test_what_a_feed_does_not_tell_of_a_machine_stays_known():
-    """A fact that is missing in an answer is no news; both sources are named."""
+    """A fact that is missing in an answer is unchanged; both sources are named."""
     old = Machine(1.0, 10.0, 250.0, "AMD, 3.3 GHz", "snapshot")
     packed = build_table({G5: [Row("us-east-1", "us-east-1a")]}, machines={("aws", "g5.xlarge"): old})
 
@@ -416,7 +416,7 @@ AZURE = {
     ],
 )
 def test_azure_meters(changes, expected):
-    """Linux by the hour in dollars, and nothing else."""
+    """Only Linux, by the hour and in dollars."""
     quote = read_item({**AZURE, **changes})
 
     assert (quote and (quote.capacity, pytest.approx(quote.usd), quote.commitment)) == expected
@@ -455,7 +455,7 @@ GCP = [
 
 @pytest.mark.parametrize("regions", [None, 5, "us-central1", {}])
 def test_a_gcp_price_of_no_list_of_regions_is_none(regions):
-    """Nor an error: the others count."""
+    """It is not an error either: the other prices count."""
     assert read_parts([GCP[0] | {"serviceRegions": regions}], "us-central1") == ({}, 0)
 
 

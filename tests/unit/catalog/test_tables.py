@@ -1,4 +1,4 @@
-"""The packaged snapshot, tables of the user, and what is refused in them."""
+"""The packaged snapshot, the user's tables, and what is rejected in them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(folder, *lines, name="offers-x.csv", head=HEAD):
 
 
 def test_a_table_is_taken_as_it_is_and_labelled(tmp_path):
-    """Every number, with what it is; the nominal memory in place of the usable one."""
+    """Every number with its meaning; the nominal memory replaces the usable one."""
     table = read_tables(write(tmp_path, G5, TOKYO))
 
     prices = {offer.name: offer.usd_per_hour for offer in table.offers()}
@@ -50,7 +50,7 @@ def test_a_table_is_taken_as_it_is_and_labelled(tmp_path):
 
 
 def test_only_published_prices_are_prices(tmp_path):
-    """An estimate keeps the machine and loses its price; so does a derived spot price."""
+    """A machine with an estimate has no price; the same applies to a derived spot price."""
     table = read_tables(write(tmp_path, G5, TOKYO), published=LIST_ONLY, label="list")
 
     prices = {offer.name: (offer.usd_per_hour, offer.price_source) for offer in table.offers()}
@@ -101,7 +101,7 @@ def test_a_line_that_is_no_machine_is_left_out_and_said(tmp_path, line, fault):
 
 
 def test_gpus_of_gcp_are_attached_to_hosts_that_may_have_them(tmp_path):
-    """One V100 goes with up to 12 vCPUs: $0.38 + $2.48 an hour, and no second one on 16 vCPUs."""
+    """One V100 attaches to up to 12 vCPUs: $0.38 + $2.48 an hour, and there is no second one on 16 vCPUs."""
     table = read_tables(write(tmp_path, N1, BIG_N1, V100))
 
     attached = [offer for offer in table.offers() if offer.is_attached]
@@ -124,13 +124,13 @@ def test_a_table_in_the_compact_form_is_the_same(tmp_path):
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", MAGIC, MAGIC + b"torn", pack(packaged())[:-100]])
 def test_a_torn_file_is_an_error_and_no_catalog(data):
-    """Never a plan on half of the offers."""
+    """A plan never uses half of the offers."""
     with pytest.raises(SpecError, match="make it again"):
         unpack(data)
 
 
 def test_tables_are_read_once_and_again_when_they_change(tmp_path):
-    """The second look takes the compact form; a new price is seen."""
+    """The second read uses the compact form; a new price is noticed."""
     folder, cache = tmp_path / "offers", tmp_path / "cache"
     folder.mkdir()
     write(folder, G5)
@@ -156,7 +156,7 @@ def test_tables_are_read_once_and_again_when_they_change(tmp_path):
     ],
 )
 def test_a_file_that_is_no_table_is_an_error(tmp_path, name, data, words):
-    """What, where, and what to write."""
+    """The error names what, where, and what to write."""
     (tmp_path / name).write_bytes(data)
 
     with pytest.raises(SpecError, match=words):
@@ -164,19 +164,19 @@ def test_a_file_that_is_no_table_is_an_error(tmp_path, name, data, words):
 
 
 def test_a_folder_without_tables_is_an_error(tmp_path):
-    """Not an empty catalog."""
+    """It is not an empty catalog."""
     with pytest.raises(SpecError, match="no table of offers"):
         read_tables(tmp_path)
 
 
 def test_a_table_without_rows_offers_nothing(tmp_path):
-    """The plan says so."""
+    """The plan reports it."""
     with pytest.raises(NoOfferError, match="there is no offer at all"):
         search(Requirements(), read_tables(write(tmp_path))).pick()
 
 
 def test_a_scope_file_names_regions_by_cloud(tmp_path):
-    """A cloud that it does not name is out."""
+    """A cloud that it does not name is excluded."""
     path = tmp_path / "scope.json"
     path.write_text(json.dumps({"aws": ["us-east-1"], "gcp": ["us-central1"]}))
 
@@ -194,7 +194,7 @@ def test_a_scope_file_names_regions_by_cloud(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "[]", '{"aws": 3}', "{"])
 def test_a_scope_file_that_is_none_is_an_error(tmp_path, text):
-    """Not a scope of everything."""
+    """It does not mean a scope of everything."""
     path = tmp_path / "scope.json"
     path.write_text(text)
 
@@ -230,7 +230,7 @@ def test_the_snapshot_answers_by_nominal_memory():
 
 
 def test_an_offer_that_is_listed_twice_has_the_first_lines_price(tmp_path):
-    """Two prices of one thing cannot both be right; the second is named."""
+    """Two prices of one offer cannot both be right; a fault names the second."""
     line = "aws,us-east-1,us-east-1a,g4dn.xlarge,4,16,T4,1,16,{usd},,x86_64,,list,"
     (tmp_path / "offers.csv").write_text(
         "\n".join([",".join(COLUMNS), line.format(usd=0.5), line.format(usd=0.1)])

@@ -1,4 +1,4 @@
-"""The registry of clouds: a cloud is one module and one entry point, for shell and hook alike."""
+"""The registry of clouds: a cloud is one module and one entry point, for both CLI and hook."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPEC = '{version: v1, name: x, resources: {accelerators: "A10G:1", use_spot: fal
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Have these entry points beside our own, as if packages had brought them."""
+    """Add these entry points to our own, as if packages had installed them."""
     own = clouds.entry_points(group=clouds.GROUP)
 
     def install(**points):
@@ -56,7 +56,7 @@ def shell(tmp_path):
 
 
 def test_a_cloud_of_another_package_is_refreshed_and_planned_with(shell, tmp_path):
-    """Its prices reach ``catalog refresh`` and ``plan`` by its entry point alone."""
+    """Its entry point alone adds its prices to ``catalog refresh`` and ``plan``."""
     (tmp_path / "s.yaml").write_text(SPEC)
 
     refreshed = shell("catalog", "refresh", "--cloud", "toy", "--json")
@@ -71,7 +71,7 @@ def test_a_cloud_of_another_package_is_refreshed_and_planned_with(shell, tmp_pat
 
 
 def test_a_cloud_of_another_package_is_offered_with_its_own_units_of_time(shell):
-    """Whole minutes, as its module says."""
+    """Whole minutes, as its module defines."""
     shell("catalog", "refresh", "--cloud", "toy", "--region", "toyland-2")
 
     got = shell("offers", "--clouds", "toy", "--gpu", "A10G", "--json")
@@ -82,7 +82,7 @@ def test_a_cloud_of_another_package_is_offered_with_its_own_units_of_time(shell)
 
 
 def test_a_cloud_of_another_package_is_asked_by_the_hook(installed, tmp_path, monkeypatch):
-    """With the login, key and endpoint of a connection of its own type."""
+    """The hook passes the login, key and endpoint of a connection of its own type."""
     installed(toy="fakes.toy_cloud:CLOUD")
     extra = json.dumps({"endpoint_url": "http://localhost:1", "verify": "false"})
     found = Connection(conn_id="toy_default", conn_type="toy", login="me", password="key", extra=extra)
@@ -100,7 +100,7 @@ def test_a_cloud_of_another_package_is_asked_by_the_hook(installed, tmp_path, mo
 
 
 def test_a_cloud_of_another_package_says_what_it_lacks(installed, monkeypatch):
-    """Without its usual connection it is asked with nothing, and answers for itself."""
+    """Without its usual connection it is called without credentials, and reports its own error."""
     installed(toy="fakes.toy_cloud:CLOUD")
 
     def absent(_, conn_id):
@@ -112,7 +112,7 @@ def test_a_cloud_of_another_package_says_what_it_lacks(installed, monkeypatch):
 
 
 def test_our_own_clouds_win_over_others_of_the_same_name(installed):
-    """A package cannot change the prices of a cloud that we know."""
+    """A package cannot change the prices of a built-in cloud."""
     installed(aws="fakes.toy_cloud:USURPER", toy="fakes.toy_cloud:CLOUD")
 
     assert clouds.all_clouds()["aws"].prices is not None
@@ -127,7 +127,7 @@ def test_our_own_clouds_win_over_others_of_the_same_name(installed):
     ],
 )
 def test_a_broken_cloud_is_left_out_with_a_warning(value, words, installed, caplog):
-    """The others go on: a run does not end because of another package."""
+    """The others work: a run does not end because of another package."""
     known = list(clouds.all_clouds())
     installed(bad=value)
 
@@ -148,7 +148,7 @@ def test_the_facts_of_clouds_need_no_sdk():
 
 
 def test_gcp_without_a_key_says_where_to_put_it():
-    """A stand-in of the cloud needs none."""
+    """A fake of the cloud needs none."""
     gcp = clouds.price_lists()["gcp"]
 
     with pytest.raises(SpecError, match="ENVSCALER_GCP_API_KEY"):
@@ -158,7 +158,7 @@ def test_gcp_without_a_key_says_where_to_put_it():
 
 @pytest.mark.parametrize(("verify", "given"), [(True, None), (False, False), ("/etc/ca.pem", "/etc/ca.pem")])
 def test_aws_is_asked_where_and_how_the_access_says(verify, given):
-    """Its certificates too; boto3's own default stays where nothing else is said."""
+    """Its certificates too; boto3's own default applies where nothing else is set."""
     asked = []
 
     class Session:

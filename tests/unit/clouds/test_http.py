@@ -1,4 +1,4 @@
-"""HTTP to clouds: silence, trickles, floods and nonsense, on a clock of the test's own."""
+"""HTTP to clouds: silence, trickles, floods and nonsense, on the test's own clock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from envscaler_airflow.errors import BackendError
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Seconds that pass when a test moves them."""
 
     def __init__(self):
-        """Begin at 0."""
+        """Start at 0."""
         self.now = 0.0
         self.slept = []
 
@@ -25,20 +25,20 @@ class Clock:
         return self.now
 
     def sleep(self, seconds):
-        """Let time pass."""
+        """Advance the time."""
         self.slept.append(seconds)
         self.now += seconds
 
 
 def ask(answer, clock=None):
-    """The JSON of one page that *answer* gives, or the error."""
+    """The JSON of one page of *answer*, or the error."""
     clock = clock or Clock()
     with httpx.Client(transport=httpx.MockTransport(answer)) as client:
         return Caller(client, sleep=clock.sleep, clock=clock).json("https://cloud.test/prices", "Prices")
 
 
 def test_silence_is_an_error_that_may_pass():
-    """A connection that says nothing for as long as is waited."""
+    """A connection without data until the timeout."""
 
     def silent(request):
         raise httpx.ReadTimeout("timed out", request=request)
@@ -54,7 +54,7 @@ def test_silence_is_an_error_that_may_pass():
 
 @pytest.mark.parametrize("link", ["https://cloud.test/\n", 5, ["x"]])
 def test_a_next_page_that_is_no_address_is_an_error(link):
-    """The region is not taken, and its last good prices go on."""
+    """The region is skipped, and its last good prices apply."""
     with httpx.Client(
         transport=httpx.MockTransport(lambda _: httpx.Response(200, json={"Items": [], "NextPageLink": link}))
     ) as client:
@@ -64,13 +64,13 @@ def test_a_next_page_that_is_no_address_is_an_error(link):
 
 
 def test_a_client_of_its_own_waits_no_longer():
-    """For connecting and for each read."""
+    """This applies to connecting and to each read."""
     with Caller() as caller:
         assert caller._client.timeout == httpx.Timeout(TIMEOUT_S)
 
 
 def test_a_page_that_trickles_is_given_up():
-    """A byte every 19 s keeps a connection alive, and is not waited for without end."""
+    """A byte every 19 s keeps a connection alive, but does not extend the wait indefinitely."""
     clock = Clock()
 
     def trickle():
@@ -104,7 +104,7 @@ def test_a_flood_is_given_up():
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_may_pass_is_asked_again_after_a_pause(status):
-    """Twice; the third answer counts."""
+    """It is retried twice; the third answer counts."""
     answers = [httpx.Response(status), httpx.Response(status), httpx.Response(200, json={"ok": True})]
     clock = Clock()
 
@@ -114,7 +114,7 @@ def test_what_may_pass_is_asked_again_after_a_pause(status):
 
 @pytest.mark.parametrize("status", [301, 400, 401, 403, 404])
 def test_a_refusal_is_asked_once(status):
-    """Asking again would not help; what the cloud said is told."""
+    """A retry would not help; the error quotes the cloud."""
     seen = []
 
     def refuse(request):
@@ -135,13 +135,13 @@ def test_a_refusal_is_asked_once(status):
     ids=["empty", "torn", "page", "binary", "deep"],
 )
 def test_what_is_no_json_is_an_error(body):
-    """Never half an answer."""
+    """Half an answer is never used."""
     with pytest.raises(BackendError, match="no whole JSON"):
         ask(lambda _: httpx.Response(200, content=body))
 
 
 def test_a_key_is_in_no_address():
-    """Addresses of requests are logged by the HTTP client, and by whatever is between."""
+    """The HTTP client and proxies log the addresses of requests."""
     seen = []
 
     def answer(request):
@@ -156,6 +156,6 @@ def test_a_key_is_in_no_address():
 
 
 def test_a_key_follows_no_redirect():
-    """Another host has no business with it."""
+    """Another host must not receive it."""
     with Caller() as caller:
         assert not caller._client.follow_redirects

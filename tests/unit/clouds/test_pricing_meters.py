@@ -1,4 +1,4 @@
-"""Meters beside the one that a machine is billed by: other services, other times, other systems."""
+"""Other meters than the one that bills a machine: other services, other times, other systems."""
 
 from datetime import UTC, datetime
 
@@ -40,7 +40,7 @@ class Pages:
     headers: dict = {}  # noqa: RUF012  (of the caller that it stands for)
 
     def __init__(self, items):
-        """Of *items*."""
+        """Store *items*."""
         self.items = items
 
     def __enter__(self):
@@ -51,7 +51,7 @@ class Pages:
         """Nothing to close."""
 
     def json(self, *_):
-        """The page."""
+        """Return the page."""
         return {"Items": self.items, "NextPageLink": None}
 
 
@@ -63,7 +63,7 @@ def azure(*items):
 
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=list(OTHERS))
 def test_azure_s_other_meters_are_no_price_of_a_machine(changes):
-    """Whether they come before or after it, and alone (E)."""
+    """They may come before or after it, or alone (E)."""
     other = {**VM, "retailPrice": 0.188, **changes}
 
     assert azure(other, VM) == [("on-demand", 0.096)]
@@ -88,7 +88,7 @@ def test_of_two_meters_of_a_machine_the_current_one_counts(changes):
 
 
 def test_spot_and_reservations_stay_prices_of_their_own():
-    """Beside the price on demand (E)."""
+    """They are listed beside the price on demand (E)."""
     spot = {**VM, "retailPrice": 0.02, "skuName": "D2s v3 Spot", "meterName": "D2s v3 Spot"}
     year = {**VM, "retailPrice": 438.0, "type": "Reservation", "reservationTerm": "1 Year"}
 
@@ -111,12 +111,12 @@ def term(usd, begins="2025-01-01T00:00:00Z", **dimension):
 
 
 def aws(terms, **attributes):
-    """Its prices."""
+    """The feed's prices."""
     return [quote.usd for quote in read_product(product(terms, **attributes), "us-east-1")]
 
 
 def test_aws_s_current_term_counts():
-    """Not the one before, the one to come, or one of larger amounts (E)."""
+    """Not the previous or the next term, nor one for larger amounts (E)."""
     terms = {
         "A": term("1.0"),
         "B": term("1.2", "2026-01-01T00:00:00Z"),
@@ -144,7 +144,7 @@ def test_aws_s_other_products_are_no_price_of_a_machine(attributes):
 
 
 def test_gcp_s_current_price_counts():
-    """Of several dated ones, in whatever order (E)."""
+    """One of several dated prices, in any order (E)."""
 
     def price(nanos, begins):
         rates = [{"startUsageAmount": 0, "unitPrice": {"currencyCode": "USD", "units": "0", "nanos": nanos}}]

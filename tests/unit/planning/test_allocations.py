@@ -1,4 +1,4 @@
-"""Allocations of two offers: ranks, prices, names, and what is written of them."""
+"""Allocations of two offers: ranks, prices, names, and their records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_allocation_of_one_offer_has_one_part():
 
 
 def test_a_mixed_allocation_costs_its_parts_together():
-    """$3 and three times $1; unknown when either is."""
+    """$3 and three times $1; unknown when either price is."""
     assert MIXED.usd_per_hour == 6.0
     assert replace(MIXED, rest=replace(REST, usd_per_hour=None)).usd_per_hour is None
     assert replace(MIXED, offer=replace(CORE, usd_per_hour=None)).usd_per_hour is None
@@ -59,7 +59,7 @@ def test_a_mixed_allocation_costs_its_parts_together():
 
 
 def test_its_name_tells_both_parts():
-    """How many of which."""
+    """The number of nodes of each offer."""
     assert MIXED.name == (
         "1 x aws/us-east-1/p3.2xlarge/on-demand + 3 x aws/us-east-1/us-east-1a/p3.2xlarge/spot"
     )
@@ -88,7 +88,7 @@ def test_parts_that_one_job_cannot_run_across_are_refused(change):
 
 
 def test_what_is_written_of_it_is_read_back():
-    """Two keys more than before, and only when it is mixed."""
+    """There are two more keys, and only when the allocation is mixed."""
     body = json.loads(json.dumps(MIXED.to_dict()))
 
     assert Allocation.from_dict(body) == MIXED
@@ -102,13 +102,13 @@ def test_what_is_written_of_it_is_read_back():
     ids=["text", "empty", "no number", "too many", "missing"],
 )
 def test_a_torn_record_of_it_is_refused(change):
-    """With the error of every bad record."""
+    """The error is the same as for any bad record."""
     with pytest.raises(ValueError, match=r"allocation|offer|rest"):
         Allocation.from_dict({**MIXED.to_dict(), **change})
 
 
 def test_records_that_hold_one_are_as_short():
-    """Within plans and decisions an allocation is written in its own form."""
+    """Plans and decisions contain an allocation in its own form."""
 
     @dataclass(frozen=True, slots=True)
     class Holding(Record):
@@ -119,7 +119,7 @@ def test_records_that_hold_one_are_as_short():
 
 
 def used(*held: Held, allocation: Allocation = MIXED) -> Use:
-    """An attempt of ten steps that kept them all and started at once."""
+    """An attempt with ten steps, all kept, that started at once."""
     return Use(
         1,
         1,
@@ -156,7 +156,7 @@ def test_an_unknown_price_of_a_part_is_unknown_only_where_it_was_held():
 
 
 def test_a_node_that_a_mixed_allocation_has_not_has_no_price():
-    """Which part it is of cannot be told."""
+    """The part that it belongs to is unknown."""
     got = bill([used(Held(4, 0.0, HOUR))], now=0)
 
     assert got.usd is None
@@ -176,7 +176,7 @@ def test_the_static_plan_of_a_mixed_start_is_all_on_demand():
 
 
 def test_a_bill_rounds_as_the_cloud_does():
-    """20 s on AWS are paid as a minute, 61 s on Lambda as two; what is not used of them is idle."""
+    """20 s on AWS are billed as a minute, 61 s on Lambda as two; the unused rest is idle."""
     lambda_core = replace(CORE, cloud="lambda")
     short = bill([used(Held(0, 0.0, 20.0), allocation=Allocation(CORE))], now=0).lines[0]
     minutes = bill([used(Held(0, 0.0, 61.0), allocation=Allocation(lambda_core))], now=0).lines[0]
@@ -192,5 +192,5 @@ def test_a_bill_rounds_as_the_cloud_does():
 
 
 def test_what_was_never_held_is_not_rounded():
-    """An interval of nothing costs nothing, whatever the minimum."""
+    """An interval of zero costs nothing, in spite of the minimum."""
     assert bill([used(Held(0, 5.0, 5.0), allocation=Allocation(CORE))], now=0).usd == 0.0

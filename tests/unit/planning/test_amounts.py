@@ -16,7 +16,7 @@ from envscaler_airflow.planning.amounts import duration_less, duration_text, usd
     ],
 )  # fmt: skip
 def test_an_amount_is_as_small_as_it_is(usd, text):
-    """Two decimals from ten cents on, three digits below; never ``$0.00`` of something (F14)."""
+    """Two decimals from ten cents on, three digits below; a positive amount is never ``$0.00`` (F14)."""
     assert usd_text(usd) == text
 
 
@@ -32,7 +32,7 @@ def test_an_amount_is_as_small_as_it_is(usd, text):
     ],
 )
 def test_a_duration_has_two_units_at_most(seconds, text):
-    """A person reads how long, not how exactly."""
+    """A person needs the magnitude, not the exact value."""
     assert duration_text(seconds) == text
 
 
@@ -47,7 +47,7 @@ def test_a_duration_has_two_units_at_most(seconds, text):
     ],
 )
 def test_a_difference_of_nothing_is_none(saved, text):
-    """Sums of floats differ in their last digits; nothing is "$0.00 less" (F11)."""
+    """Sums of floats differ in their last digits; the text is never "$0.00 less" (F11)."""
     assert usd_less(saved, of=1.36) == text
 
 
@@ -55,5 +55,5 @@ def test_a_difference_of_nothing_is_none(saved, text):
     ("sooner_s", "text"), [(20.0, "20 s less"), (-5.0, "5 s more"), (0.4, "the same"), (-0.4, "the same")]
 )
 def test_times_that_read_alike_are_the_same(sooner_s, text):
-    """Nothing takes "0 s less" (F11)."""
+    """The text is never "0 s less" (F11)."""
     assert duration_less(sooner_s) == text

@@ -1,4 +1,4 @@
-"""Stock-outs and their memory, data that are tied to a place, mixed fleets."""
+"""Stock-outs and their memory, data that are bound to a place, mixed fleets."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ NO_GPU = "0/5 nodes are available: 5 Insufficient nvidia.com/gpu. preemption: 0/
     ],
 )
 def test_refusals_are_told_apart(code, message, expected):
-    """None to be had, a quota, or something else."""
+    """A stock-out, a quota, or another error."""
     assert classify(code, message, refusals()) == expected
 
 
 def test_a_stock_out_excludes_its_offer_for_a_while():
-    """Ten minutes for this type, zone and capacity type; other zones and on demand go on."""
+    """Ten minutes for this type, zone and capacity type; other zones and on demand remain available."""
     out = met(SPOT, "InsufficientInstanceCapacity", refusals=refusals(), now=NOW)
 
     assert out.excludes(SPOT, NOW + 60) == "InsufficientInstanceCapacity 1 min ago: tried again in 9 min"
@@ -100,7 +100,7 @@ def test_a_quota_excludes_what_it_counts():
 
 
 def test_a_clock_that_is_wrong_costs_no_more_than_a_stock_out_lasts():
-    """Written a day in the future."""
+    """The stock-out was recorded a day in the future."""
     out = met(SPOT, "InsufficientInstanceCapacity", refusals=refusals(), now=NOW + 86400)
 
     assert out.left_s(NOW) == FIRST_S
@@ -108,7 +108,7 @@ def test_a_clock_that_is_wrong_costs_no_more_than_a_stock_out_lasts():
 
 
 def test_the_memory_is_shared_by_all_runs_on_a_store(tmp_path):
-    """Met by one, avoided by the next, forgotten when it was had."""
+    """One run meets it, the next one avoids it, and it is forgotten after a successful start."""
     store = open_store(str(tmp_path))
 
     assert remember(store, SPOT, "InsufficientInstanceCapacity", now=NOW).times == 1
@@ -125,7 +125,7 @@ def test_the_memory_is_shared_by_all_runs_on_a_store(tmp_path):
 
 
 def test_a_memory_that_is_over_goes_away_and_a_torn_one_is_none(tmp_path):
-    """Kept for as long again, so that the next in a row is known as such."""
+    """It is kept for twice its duration, so that the next one counts as consecutive."""
     store = open_store(str(tmp_path))
     remember(store, SPOT, "InsufficientInstanceCapacity", now=NOW)
     store.write(f"{FOLDER}/torn.json", b"{")
@@ -138,7 +138,7 @@ def test_a_memory_that_is_over_goes_away_and_a_torn_one_is_none(tmp_path):
 
 
 def test_a_stock_out_comes_back_from_json():
-    """As it was."""
+    """It is unchanged."""
     out = met(SPOT, "InsufficientInstanceCapacity", refusals=refusals(), now=NOW)
 
     assert StockOut.from_dict(out.to_dict()) == out
@@ -148,12 +148,12 @@ GPU = Requirements(gpus=1)
 
 
 def speed_of(_kind, nodes):
-    """A unit an hour for each node."""
+    """One unit per hour for each node."""
     return Speed(nodes / 3600, 0.0, "user")
 
 
 def test_data_elsewhere_cost_egress_and_time():
-    """900 GiB out of AWS: $81 and an hour, so that the cheaper cloud is dearer for ten hours of work."""
+    """900 GiB out of AWS: $81 and an hour, so the cheaper cloud costs more for ten hours of work."""
     data = DataPlace("data", "aws", "us-east-1", gib=900.0)
     table, work = table_of([ON_DEMAND, FAR]), Work(10, "units", tariffs=tariffs())
 
@@ -169,7 +169,7 @@ def test_data_elsewhere_cost_egress_and_time():
 
 
 def test_another_region_of_the_same_cloud_is_nearer_than_another_cloud():
-    """$0.02 a GiB against $0.09; nothing at home; unknown for a cloud whose price is not known."""
+    """$0.02 per GiB against $0.09; nothing in the same region; unknown for a cloud without a known tariff."""
     data = DataPlace("data", "aws", "us-east-1", gib=100.0)
 
     assert data.usd_to("aws", "us-east-1", tariffs()) == 0.0
@@ -179,7 +179,7 @@ def test_another_region_of_the_same_cloud_is_nearer_than_another_cloud():
 
 
 def test_a_bound_claim_restricts_and_is_named():
-    """It can be used in its zone alone; the cheaper offer that this excludes is named."""
+    """It can be used only in its zone; the note names the cheaper offer that this excludes."""
     claim = DataPlace("claim", "aws", "us-east-1", zone="us-east-1b", is_bound=True)
 
     got = search(GPU, table_of([SPOT, OTHER_ZONE, FAR]), work=Work(data=(claim,)))
@@ -209,7 +209,7 @@ def test_a_mixed_fleet_has_its_core_on_demand():
 
 
 def test_a_fleet_needs_both_kinds_of_the_same_type():
-    """No spot of another type, and none without a price."""
+    """There is no spot of another type, and none without a price."""
     unpriced = replace(SPOT, usd_per_hour=None)
     how = Search(is_mixed=True)
     wide = replace(GPU, max_nodes=2)
@@ -234,7 +234,7 @@ def test_a_stage_that_may_not_be_on_both_gets_no_fleet(change):
 
 
 def test_a_fleet_is_chosen_where_it_alone_keeps_the_limits():
-    """Two on spot are lost too often for the deadline, two on demand too dear for the budget."""
+    """Two on spot are lost too often for the deadline, and two on demand are too expensive for the budget."""
     need = replace(GPU, min_nodes=1, max_nodes=2)
     offers = [SPOT, ON_DEMAND]
     fast = {
@@ -255,7 +255,7 @@ def test_a_fleet_is_chosen_where_it_alone_keeps_the_limits():
 
 
 def test_both_planners_make_the_same_fleets():
-    """The one over columns looks at few offers, and finds the same."""
+    """The planner over columns examines few offers, and finds the same."""
     need = replace(GPU, min_nodes=1, max_nodes=3)
     offers = [SPOT, OTHER_ZONE, ON_DEMAND]
     rates = {offer.name: ANY_RATE_PER_HOUR for offer in (SPOT, OTHER_ZONE)}
@@ -285,7 +285,7 @@ def test_both_planners_make_the_same_fleets():
     ids=["budget", "price an hour"],
 )
 def test_limits_are_held_against_the_fleet_and_not_its_parts(need, goal):
-    """All on demand is too dear and all on spot too late: both planners find what is between."""
+    """All on demand is too expensive and all on spot too late: both planners find the mixed fleet."""
     offers = [SPOT, ON_DEMAND]
     rates = {SPOT.name: ANY_RATE_PER_HOUR}
     overheads = Overheads(5400, 0, 0, 5400)
@@ -306,7 +306,7 @@ def test_limits_are_held_against_the_fleet_and_not_its_parts(need, goal):
 
 
 def test_what_may_be_moved_to_has_fleets_where_they_are_asked_for():
-    """After the others, which keep their order."""
+    """They follow the other candidates, which keep their order."""
     need = replace(GPU, max_nodes=2)
     plain = feasible([need], [SPOT, ON_DEMAND])
 
@@ -317,7 +317,7 @@ def test_what_may_be_moved_to_has_fleets_where_they_are_asked_for():
 
 
 def test_the_risk_of_a_spot_part_is_that_of_its_place():
-    """A row's own range where it is known."""
+    """The row's own range is used where it is known."""
     rows = {
         Kind("aws", "g5.xlarge", 4, 16, "A10G", 1, 24): [
             Row("r", "a", 1.0, 0.4, risk=5),
@@ -335,7 +335,7 @@ def test_the_risk_of_a_spot_part_is_that_of_its_place():
 
 
 def test_time_is_billed_as_the_cloud_does():
-    """AWS: a second more, a minute at least. Lambda: whole minutes."""
+    """AWS: by the second, at least a minute. Lambda: whole minutes."""
     aws, minutes = tariffs()["aws"].billing, tariffs()["lambda"].billing
 
     assert aws.billed_s(59.2) == 60.0
@@ -347,7 +347,7 @@ def test_time_is_billed_as_the_cloud_does():
 
 
 def test_an_estimate_pays_for_whole_units():
-    """90 s on Lambda at $40 an hour are two minutes."""
+    """90 s on Lambda at $40 an hour are billed as two minutes."""
     here = Offer("lambda", "us-east-1", "gpu_1x", "on-demand", 8, 32, usd_per_hour=40.0)
 
     got = search(

@@ -1,4 +1,4 @@
-"""Data and disks: where the spec says they lie, what that excludes, and what it costs elsewhere."""
+"""Data and disks: their place in the spec, what that excludes, and the cost elsewhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spec_of(tmp_path):
 
 
 def test_volumes_say_where_they_lie(spec_of):
-    """An object store may be read from elsewhere, a claim is used where it is; others tell nothing."""
+    """An object store can be read from elsewhere, a claim is used in place; others have no known place."""
     spec = spec_of(
         "[{name: data, source: s3://b/x, mount_path: /d, region: us-east-1, size: 200Gi},"
         " {name: claim, source: pvc://c, mount_path: /c, zone: us-east-1b},"
@@ -72,13 +72,13 @@ def test_volumes_say_where_they_lie(spec_of):
     ],
 )
 def test_a_place_that_is_none_is_refused(spec_of, volume, words):
-    """A zone of what is copied, a size without unit, a region that is no word."""
+    """A zone for copied data, a size without a unit, an invalid region."""
     with pytest.raises(SpecError, match=words):
         spec_of(f"[{{name: data, {volume}, mount_path: /d}}]")
 
 
 def test_a_claim_with_a_zone_alone_is_in_the_zone_of_any_cloud():
-    """Zones are told apart by name; a cluster's nodes carry the cloud's."""
+    """The name identifies a zone; a cluster's nodes have the cloud's names."""
     claim = DataPlace("claim", "", "", gib=50.0, zone="us-east-1b", is_bound=True)
 
     assert claim.allows("aws", "us-east-1", "us-east-1b")
@@ -89,7 +89,7 @@ def test_a_claim_with_a_zone_alone_is_in_the_zone_of_any_cloud():
 
 
 def test_a_cluster_in_the_region_reads_at_home():
-    """Elsewhere the price is unknown: which cloud it is in is not told."""
+    """Elsewhere the price is unknown, because the cloud of the cluster is."""
     data = DataPlace("data", "aws", "us-east-1", gib=100.0)
 
     assert data.usd_to("kubernetes", "us-east-1", tariffs()) == 0.0
@@ -99,7 +99,7 @@ def test_a_cluster_in_the_region_reads_at_home():
 
 
 def test_both_planners_pass_over_where_a_claim_cannot_be_used():
-    """The one rejects with the reason, the other names what it excluded."""
+    """One planner rejects it with the reason, the other names what the claim excluded."""
     claim = DataPlace("claim", "aws", "us-east-1", zone="us-east-1b", is_bound=True)
     work = Work(data=(claim,))
 
@@ -115,7 +115,7 @@ def test_both_planners_pass_over_where_a_claim_cannot_be_used():
 
 
 def test_what_a_claim_excludes_is_not_said_to_lack_a_price():
-    """Its price would change nothing."""
+    """A price would not change the result."""
     table = table_of([replace(item, usd_per_hour=None) for item in (HERE, AWAY)])
     claim = DataPlace("claim", "aws", "us-east-1", is_bound=True)
 
@@ -158,7 +158,7 @@ def test_each_node_has_a_disk_of_its_own():
 
 
 def test_a_disk_without_a_known_price_is_said():
-    """It counts as nothing, aloud, and is no zero to tools."""
+    """It counts as free, a note names it, and tools do not read it as zero."""
     far = replace(HERE, cloud="nebius", region="eu-north1", zone=None)
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
 
@@ -180,7 +180,7 @@ def test_a_disk_without_a_known_price_is_said():
     ],
 )
 def test_a_copy_without_a_known_price_is_said(data, words):
-    """It counts as nothing, aloud, and is no zero to tools; what is known of other data is still paid."""
+    """It counts as free, a note names it, and tools do not read it as zero; other known copies are billed."""
     known = DataPlace("known", "aws", "eu-west-1", gib=100.0)
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
 
@@ -194,7 +194,7 @@ def test_a_copy_without_a_known_price_is_said(data, words):
 
 
 def test_a_copy_is_said_when_no_speed_is_known():
-    """Offers are ranked by the hour then: what the copy costs is in no price, and may be more than all."""
+    """Offers are ranked by $/h then: no price includes the copy, which may cost more than the rest."""
     data = DataPlace("data", "aws", "us-east-1", gib=5000.0)
     far = replace(HERE, cloud="gcp", region="us-central1", zone=None)
 
@@ -206,7 +206,7 @@ def test_a_copy_is_said_when_no_speed_is_known():
 
 
 def test_what_a_cloud_charges_is_finite():
-    """NaN is refused; what is unknown of a price leaves the time of the copy known."""
+    """NaN is rejected; if only the price is unknown, the time of the copy is still known."""
     data = DataPlace("data", "tencent", "ap-tokyo", gib=10.0)
 
     assert data.usd_to("aws", "us-east-1", tariffs()) is None
@@ -216,7 +216,7 @@ def test_what_a_cloud_charges_is_finite():
 
 
 def test_the_shell_plans_by_the_volumes_of_the_spec(spec_of, tmp_path):
-    """The claim's region leaves one place, and the plan says what else would have been cheaper."""
+    """The claim's region leaves one place, and the plan names the cheaper alternative."""
     spec_of("[{name: claim, source: pvc://c, mount_path: /c, region: us-east-1}]")
     table = tmp_path / "offers.csv"
     table.write_text(
@@ -237,7 +237,7 @@ def test_the_shell_plans_by_the_volumes_of_the_spec(spec_of, tmp_path):
 
 
 def test_machines_that_do_not_say_where_they_are_are_not_excluded():
-    """One's own machines, and a cluster without labels: unknown is not elsewhere."""
+    """The user's own machines, and a cluster without labels: an unknown place is not another place."""
     claim = DataPlace("claim", "", "us-east-1", zone="us-east-1b", is_bound=True)
 
     assert claim.allows("kubernetes", "", "")

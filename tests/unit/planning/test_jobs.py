@@ -44,7 +44,7 @@ def test_a_step_is_computing_and_synchronising():
 @unhurried
 @given(local=st.floats(1, 1e4), gpus=st.integers(1, 64), overlap=st.floats(1, 10))
 def test_a_step_takes_no_less_than_its_longer_part_and_no_more_than_both(local, gpus, overlap):
-    """Whatever is hidden."""
+    """This applies to any overlap."""
     step = replace(STEP, overlap=overlap)
     parts = step.compute_s(local), step.sync_s(gpus)
 
@@ -64,7 +64,7 @@ def test_a_fit_finds_the_step_that_made_the_timings():
 
 
 def test_a_fit_to_one_timing_stays_near_its_prior_elsewhere():
-    """Twice as slow on one GPU: what was not measured is not turned over."""
+    """Twice as slow on one GPU: predictions for unmeasured counts do not change much."""
     got = fit_step([Timing(32, 1, 1, 2 * STEP.seconds(32))], STEP)
 
     assert got.seconds(32) == pytest.approx(2 * STEP.seconds(32), rel=0.1)
@@ -73,7 +73,7 @@ def test_a_fit_to_one_timing_stays_near_its_prior_elsewhere():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
 def test_a_timing_that_is_none_is_refused(bad):
-    """A torn status is no speed."""
+    """A torn status is not a valid speed."""
     with pytest.raises(ValueError, match="step_s must be finite and > 0"):
         fit_step([Timing(1, 1, 1, bad)], STEP)
     with pytest.raises(ValueError, match="none given"):
@@ -96,7 +96,7 @@ def test_the_roofline_is_memory_or_compute():
 
 
 def test_a_job_moves_to_another_gpu_by_its_datasheet():
-    """Five times the bandwidth: a fifth of the time for a sample, and an unsure speed that says so."""
+    """Five times the bandwidth: a fifth of the time per sample, and an uncertain speed marked as such."""
     known = known_steps(SMALL, GPUS)
     model = job_model(SMALL, GPUS, batch=64)
 
@@ -122,7 +122,7 @@ def test_uncertainty_grows_with_the_distance_from_what_was_measured():
 
 
 def test_what_datasheets_were_wrong_by_counts_half_elsewhere():
-    """Twice as slow on one GPU as told: 1.4 times as slow on the third, which nobody measured."""
+    """Twice as slow as predicted on one GPU: 1.4 times as slow on the third, which is unmeasured."""
     gpus = {**GPUS, "MID": replace(NEW, name="MID", bandwidth_gb_s=800)}
     before = known_steps(SMALL, gpus)
     told = before["NEW"].step.seconds(32)
@@ -140,7 +140,7 @@ def test_a_larger_batch_trains_less_a_sample_where_noise_is_small():
 
 
 def test_few_cpus_make_a_job_wait_for_its_input():
-    """0.01 CPU seconds a sample: 4 vCPUs, one of them with the GPU, read 300 samples a second."""
+    """0.01 CPU seconds a sample: 4 vCPUs, one of them reserved for the GPU, read 300 samples a second."""
     model = job_model(replace(SMALL, input_cpu_s=0.01, step=Step(0.0001, 0.0001)), GPUS, batch=64)
 
     assert model(kind(vcpus=4.0), 1).mean == pytest.approx(300)
@@ -188,7 +188,7 @@ def test_a_host_without_memory_for_its_gpus_is_refused():
 
 
 def test_a_plan_with_a_job_compares_types_and_numbers():
-    """The model that does not fit is refused with its reason; nodes x type are alternatives."""
+    """The model that does not fit is rejected with its reason; nodes x type are alternatives."""
     rows = {
         Kind("aws", "g4dn.metal", 96, 384, "T4", 8, 16): [Row("r", usd=1.0)],
         Kind("aws", "p4de", 96, 1152, "A100-80GB", 8, 80): [Row("r", usd=27.0)],
@@ -210,7 +210,7 @@ def test_a_plan_with_a_job_compares_types_and_numbers():
 
 
 def test_an_hour_is_worth_the_cheapest_offer_that_holds_the_job():
-    """The T4 machine at $1 is none for a model that does not fit on it."""
+    """The T4 machine at $1 does not count for a model that does not fit on it."""
     rows = {
         Kind("aws", "g4dn.metal", 96, 384, "T4", 8, 16): [Row("r", usd=1.0)],
         Kind("aws", "p4de", 96, 1152, "A100-80GB", 8, 80): [Row("r", usd=27.0)],
@@ -224,7 +224,7 @@ def test_an_hour_is_worth_the_cheapest_offer_that_holds_the_job():
 
 
 def test_the_library_is_whole():
-    """Every job runs on its own GPU, has a source, and comes back from JSON as it was."""
+    """Every job runs on its own GPU, has a source, and round-trips through JSON unchanged."""
     assert set(jobs()) >= {"bert-base-finetune", "resnet50-imagenet", "gpt2-124m-train", "llm-7b-lora"}
     for item in jobs().values():
         facts = gpu_facts()[item.reference_gpu]
@@ -237,7 +237,7 @@ def test_the_library_is_whole():
 
 
 def test_every_gpu_of_the_library_has_the_memory_of_the_spec():
-    """One nominal figure in all rooms."""
+    """All packages use the same nominal figure."""
     from envscaler_airflow.envspec.gpus import MEMORY_GB
 
     assert {name: gpu.memory_gb for name, gpu in gpu_facts().items()} == {

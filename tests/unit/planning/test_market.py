@@ -1,4 +1,4 @@
-"""The search over many offers: the same answers as looking at every one, and as the planner itself."""
+"""The search over many offers: the same answers as an exhaustive search, and as the planner itself."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_all_candidates_are_ranked_as_the_planner_ranks_them(strategy, budget, d
 
 
 def test_the_scope_leaves_clouds_and_regions_out():
-    """The A100 is in gcp/us-central1 alone."""
+    """The A100 is only in gcp/us-central1."""
     need = Requirements(gpus=1, gpu_types=("A100",))
 
     assert search(need, SMALL, how=Search(Scope({"gcp"}))).pick().offer == A100_SPOT
@@ -170,7 +170,7 @@ def test_the_scope_leaves_clouds_and_regions_out():
 
 
 def test_an_offer_to_avoid_is_passed_over_and_says_why():
-    """Spot was refused a minute ago: on demand, and the reason stands with the rejected."""
+    """Spot was refused a minute ago: on demand is chosen, and the rejected offer names the reason."""
     how = Search(avoid={A100_SPOT: "no capacity 60 s ago"}.get, explain=True)
 
     got = search(Requirements(gpus=1, gpu_types=("A100",)), SMALL, how=how)
@@ -196,7 +196,7 @@ def test_nothing_fits_names_the_nearest_miss_of_each_need():
 
 
 def test_an_empty_catalog_is_said():
-    """No offers is not a stage that is too large."""
+    """An empty catalog is not the same as a stage that is too large."""
     with pytest.raises(NoOfferError, match="there is no offer at all"):
         search(Requirements(), table_of([])).pick()
 
@@ -219,14 +219,14 @@ def test_unknown_prices_come_last_and_never_count_as_free():
 
 
 def test_a_stage_without_checkpoints_is_not_put_on_spot():
-    """It may run longer than what may be lost."""
+    """Its duration may exceed the tolerated loss."""
     got = search(Requirements(gpus=1, gpu_types=("A100",), can_checkpoint=False), SMALL)
 
     assert got.pick().offer == A100
 
 
 def test_a_table_gives_back_the_offers_that_it_was_made_of():
-    """Every one, and no other."""
+    """Every offer, and no other."""
     assert sorted(offer.name for offer in SMALL.offers()) == sorted(
         o.name for o in (T4, A100, A100_SPOT, CPU)
     )
@@ -245,7 +245,7 @@ def test_attached_gpus_have_a_name_of_their_own():
 
 
 def test_when_none_is_sure_the_most_likely_are_kept():
-    """All may miss the deadline of 90 min; the likeliest to keep it come first, as in the planner."""
+    """All may miss the deadline of 90 min; the likeliest to meet it come first, as in the planner."""
     means = [(10 + number / 2) / 7200 for number in range(8)]
     speeds = {f"t{number}": Speed(mean, 0.3 * mean) for number, mean in enumerate(means)}
     offers = [
@@ -275,7 +275,7 @@ def test_when_none_is_sure_the_most_likely_are_kept():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_two_tables_joined_are_searched_as_one(seed):
-    """Whatever is in which, also when both have offers of one type."""
+    """Each offer may be in either table, also when both have offers of one type."""
     rng = random.Random(seed)
     first, second = some_offers(rng, 60), some_offers(rng, 20)
     both = list({offer.name: offer for offer in [*second, *first]}.values())

@@ -1,4 +1,4 @@
-"""Which offer a stage starts on, and why not the others."""
+"""Which offer a stage starts on, and why the others are not chosen."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TEN_UNITS = Work(
 
 
 def chosen(got: Plan) -> str:
-    """Name of what was chosen."""
+    """Name of the chosen allocation."""
     return got.pick().name
 
 
 def test_ranks_by_usd_an_hour_when_no_speed_is_known():
-    """The cheapest that fits, and the plan says that it knows no speed."""
+    """The cheapest one that fits is chosen, and the plan notes that no speed is known."""
     got = plan(Requirements(), [CPU2, CPU])
 
     assert [item.allocation.offer for item in got.candidates] == [CPU, CPU2]
@@ -50,7 +50,7 @@ def test_ranks_by_cost_to_finish_when_speeds_are_known():
 
 
 def test_the_value_of_an_hour_turns_the_choice():
-    """At 20 units/h for $16 the fast one is dearer by $3, and saves nine and a half hours."""
+    """At 20 units/h for $16 the fast one costs $3 more, and saves nine and a half hours."""
     dear = replace(A100, usd_per_hour=16.0)
     work = replace(TEN_UNITS, speeds={**TEN_UNITS.speeds, A100.name: Speed(20 * HOURLY, 0.0)})
 
@@ -67,7 +67,7 @@ def test_start_up_is_billed():
 
 
 def test_rejects_with_the_first_reason_and_the_nearest_miss_first():
-    """One need missed is nearer than four."""
+    """A miss of one need is nearer than a miss of four."""
     got = plan(replace(GPU, gpu_memory_gb=24), [CPU, T4, A100])
 
     assert [(item.allocation.name, item.reason) for item in got.rejected] == [
@@ -77,7 +77,7 @@ def test_rejects_with_the_first_reason_and_the_nearest_miss_first():
 
 
 def test_nothing_fits_names_the_nearest_miss():
-    """An error that says what to change."""
+    """The error names what to change."""
     got = plan(replace(GPU, gpu_memory_gb=141), [CPU, T4, A100])
 
     assert got.chosen is None
@@ -88,7 +88,7 @@ def test_nothing_fits_names_the_nearest_miss():
 
 
 def test_no_offers_at_all_is_said():
-    """An empty catalog is not a stage that is too large."""
+    """An empty catalog is not the same as a stage that is too large."""
     with pytest.raises(NoOfferError, match="there is no offer at all"):
         plan(GPU, []).pick()
 
@@ -104,12 +104,12 @@ def test_no_offers_at_all_is_said():
     ],
 )
 def test_a_misfit_names_both_numbers(needs, reason):
-    """What it has and what is asked."""
+    """The offered and the requested number."""
     assert [item.reason for item in misfits(replace(GPU, **needs), A100)] == [reason]
 
 
 def test_an_unknown_gpu_memory_does_not_pass():
-    """Unknown is not enough."""
+    """An unknown memory does not meet a need."""
     unknown = replace(A100, gpu_memory_gb=None)
 
     assert (
@@ -123,7 +123,7 @@ def test_gpu_names_are_compared_without_case():
 
 
 def test_an_unknown_price_comes_last_and_is_said():
-    """It is not free."""
+    """It does not count as free."""
     got = plan(GPU, [replace(T4, usd_per_hour=None), A100])
 
     assert [item.allocation.offer.instance_type for item in got.candidates] == ["a100", "t4"]
@@ -131,7 +131,7 @@ def test_an_unknown_price_comes_last_and_is_said():
 
 
 def test_an_unknown_price_is_refused_under_a_budget():
-    """Nobody can say that it keeps it."""
+    """It is unknown whether it stays within the budget."""
     got = plan(GPU, [replace(T4, usd_per_hour=None)], goal=Goal(budget_usd=5))
 
     assert got.rejected[0].reason == "its price is unknown, and budget is 5"
@@ -148,7 +148,7 @@ def test_a_budget_and_a_price_limit_reject():
 
 
 def test_a_deadline_is_a_constraint():
-    """Ten hours of five: the T4 is out, whatever it saves."""
+    """Ten hours of work, five available: the T4 is excluded even though it is cheaper."""
     cheap = replace(T4, usd_per_hour=0.1)
 
     got = plan(GPU, [A100, cheap], work=TEN_UNITS, goal=Goal("deadline", deadline_s=5 * 3600))
@@ -158,7 +158,7 @@ def test_a_deadline_is_a_constraint():
 
 
 def test_a_sure_finish_comes_before_a_cheap_one():
-    """The cheap one makes it in the mean, and not nine times of ten."""
+    """The cheap one finishes in time on average, but not nine times of ten."""
     work = replace(TEN_UNITS, speeds={T4.name: Speed(HOURLY, 0.3 * HOURLY), A100.name: Speed(2 * HOURLY, 0)})
 
     got = plan(GPU, [A100, T4], work=work, goal=Goal("deadline", deadline_s=11 * 3600))
@@ -170,7 +170,7 @@ def test_a_sure_finish_comes_before_a_cheap_one():
 
 
 def test_spot_needs_a_checkpoint_or_a_short_stage():
-    """Ten hours cannot be lost, a quarter of one can."""
+    """Losing ten hours is not acceptable, losing a quarter of an hour is."""
     rigid = replace(GPU, can_checkpoint=False)
     work = Work(units=10, speeds={A100_SPOT.name: Speed(HOURLY, 0)})
 
@@ -183,7 +183,7 @@ def test_spot_needs_a_checkpoint_or_a_short_stage():
 
 
 def test_interruptions_are_in_the_cost_and_unknown_ones_are_said():
-    """Losing it every other hour without a checkpoint is no bargain."""
+    """A loss every other hour without a checkpoint costs more than it saves."""
     both = {A100.name: Speed(HOURLY, 0), A100_SPOT.name: Speed(HOURLY, 0)}
     calm = plan(GPU, [A100, A100_SPOT], work=Work(units=10, speeds=both))
     stormy = Work(units=10, speeds=both, interruptions_per_hour={A100_SPOT.name: 0.5})
@@ -194,7 +194,7 @@ def test_interruptions_are_in_the_cost_and_unknown_ones_are_said():
 
 
 def test_node_counts_are_candidates():
-    """Three nodes at 2.5 times the speed: sooner, and dearer."""
+    """Three nodes at 2.5 times the speed: faster, and more expensive."""
     work = Work(units=10, speeds={T4.name: Speed(HOURLY, 0), f"3 x {T4.name}": Speed(2.5 * HOURLY, 0)})
     needs = replace(GPU, max_nodes=3)
 
@@ -206,7 +206,7 @@ def test_node_counts_are_candidates():
 
 
 def test_a_plan_goes_through_json():
-    """What stands in plan.json is the plan."""
+    """plan.json contains the plan."""
     got = plan(replace(GPU, gpu_memory_gb=24), [CPU, T4, A100], work=TEN_UNITS)
 
     assert Plan.from_dict(json.loads(json.dumps(got.to_dict(), allow_nan=False))) == got
@@ -252,13 +252,13 @@ def test_the_choice_is_the_least_objective(found, strategy):
     ],
 )
 def test_requirements_with_nonsense_cannot_exist(fields, message):
-    """Refused at birth."""
+    """The constructor rejects them."""
     with pytest.raises(ValueError, match=message):
         Requirements(**fields)
 
 
 def test_a_price_comes_before_a_speed():
-    """A known speed at an unknown price is still behind a price alone."""
+    """A known speed at an unknown price ranks behind a known price alone."""
     unpriced = replace(T4, usd_per_hour=None)
 
     got = plan(GPU, [unpriced, A100_SPOT], work=TEN_UNITS)
@@ -267,7 +267,7 @@ def test_a_price_comes_before_a_speed():
 
 
 def test_of_those_that_may_be_late_the_fastest_is_chosen():
-    """Both may miss the deadline; the dearer one less so."""
+    """Both may miss the deadline; the more expensive one less so."""
     doubt = {T4.name: Speed(HOURLY, 0.5 * HOURLY), A100.name: Speed(1.2 * HOURLY, 0.6 * HOURLY)}
 
     got = plan(GPU, [T4, A100], work=Work(units=10, speeds=doubt), goal=Goal("deadline", deadline_s=36_000))

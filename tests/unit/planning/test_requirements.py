@@ -1,4 +1,4 @@
-"""What a spec asks of a machine."""
+"""What a spec requires from a machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spec(resources: dict[str, Any], **fields: Any) -> EnvSpec:
 
 
 def test_every_need_arrives():
-    """Quantities are numbers, and absent ones ask for nothing."""
+    """Quantities are numbers, and missing fields require nothing."""
     gpu = {"count": 2, "type": ["A100-80GB"], "memory": "80Gi", "memory_max": "100GB"}
     got = spec(
         {
@@ -65,7 +65,7 @@ def test_every_need_arrives():
 
 
 def test_alternatives_are_each_complete():
-    """Any of two: two requirements, in no order."""
+    """Two alternatives give two requirements, without order."""
     got = spec({"any_of": [{"requests": {"cpu": 4}}, {"requests": {"cpu": 8}, "cloud": "gcp"}]})
 
     assert [(item.vcpus, item.cloud) for item in requirements_of(got)] == [(4, None), (8, "gcp")]
@@ -104,12 +104,12 @@ def test_an_offer_that_meets_any_alternative_will_do():
     ],
 )
 def test_a_place_is_a_need(place, reason):
-    """Named, it is held to."""
+    """A named place is the only one allowed."""
     assert [item.reason for item in misfits(Requirements(**place), A100)] == [reason]
 
 
 def test_an_offer_without_a_zone_can_be_had_in_any():
-    """The zone is the provider's to choose, or ours."""
+    """The provider chooses the zone, or we do."""
     assert misfits(Requirements(zone="us-east-1b"), T4) == ()
 
 
@@ -132,7 +132,7 @@ def test_only_whole_model_parallel_groups_are_candidates():
 
 
 def test_while_running_the_nodes_are_those_of_scaling():
-    """It starts on one, and may be moved to two or three."""
+    """It starts on one node, and may move to two or three."""
     got = spec({}, num_nodes=1, scaling={"max_nodes": 3})
 
     assert feasible(requirements_of(got), [CPU]) == (Allocation(CPU, 1),)

@@ -26,7 +26,7 @@ BASE = Speed(10.0, 1.0, "measured", 60)
 
 
 def test_a_stated_ratio_carries_its_doubt():
-    """10 % and 20 % in doubt make 22.4 % together."""
+    """Relative errors of 10 % and 20 % combine to 22.4 %."""
     known = known_speeds({"a": BASE}, [Speedup("b", "a", 2.0, 0.4)])
 
     assert known["a"] == BASE
@@ -35,14 +35,14 @@ def test_a_stated_ratio_carries_its_doubt():
 
 
 def test_a_ratio_works_both_ways():
-    """What was measured on the large one says what the small one does."""
+    """A measurement of the large machine gives the speed of the small one."""
     known = known_speeds({"b": BASE}, [Speedup("b", "a", 2.0, 0.0)])
 
     assert known["a"] == Speed(5.0, 0.5, "stated")
 
 
 def test_ratios_chain_and_the_surest_way_wins():
-    """C over b is surer than c from a at once."""
+    """C derived over b is more certain than c derived from a directly."""
     ratios = [
         Speedup("b", "a", 2.0, 0.0),
         Speedup("c", "b", 2.0, 0.0),
@@ -60,14 +60,14 @@ def test_a_measurement_replaces_a_statement():
 
 
 def test_a_measurement_of_a_moment_does_not():
-    """Four seconds are not thirty."""
+    """Four seconds are less than the required thirty."""
     measured = {"a": BASE, "b": Speed(12.0, 0.1, "measured", 4)}
 
     assert known_speeds(measured, [Speedup("b", "a", 2.0, 0.0)], trusted_after_s=30)["b"].mean == 20.0
 
 
 def test_ratios_alone_give_no_speed():
-    """Twice of nothing known is not known."""
+    """Twice an unknown speed is unknown."""
     assert known_speeds({}, [Speedup("b", "a", 2.0, 0.0)]) == {}
 
 
@@ -86,7 +86,7 @@ def test_uneven_windows_are_in_doubt():
 
 
 def test_one_window_is_in_doubt_by_a_tenth():
-    """One window says nothing of its own spread."""
+    """A single window has no spread of its own."""
     assert measure([(0, 0), (5, 50)]) == Speed(10.0, 1.0, "measured", 5)
 
 
@@ -97,7 +97,7 @@ def test_nothing_seen_is_nothing_measured(points):
 
 
 def test_a_resume_is_left_out_of_the_rate():
-    """The step that falls back belongs to no window."""
+    """The step count that falls back belongs to no window."""
     assert measure([(0, 0), (5, 50), (6, 20), (11, 70)]).mean == 10.0
 
 
@@ -115,7 +115,7 @@ def test_two_visits_are_weighted_by_their_seconds():
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_speed_with_nonsense_cannot_exist(bad):
-    """Speed 0 would never finish, NaN would compare false with everything."""
+    """Speed 0 would never finish, and every comparison with NaN is false."""
     with pytest.raises(ValueError, match="mean must be finite and > 0"):
         Speed(bad, 0.0)
     with pytest.raises(ValueError, match="mean must be finite and > 0"):
@@ -148,7 +148,7 @@ def test_the_formula_by_head():
 
 
 def test_checkpoints_take_their_time():
-    """A minute every ten: a tenth on top."""
+    """One minute every ten adds a tenth."""
     extra = Overheads(checkpoint_s=60, checkpoint_every_s=600)
 
     assert estimate(3600, Speed(1, 0), usd_per_hour=None, overheads=extra).checkpoint_s == 360
@@ -175,7 +175,7 @@ def test_without_checkpoints_losses_grow_without_bound():
 
 
 def test_an_unknown_price_is_not_free():
-    """Time is told, money is not."""
+    """The time is known, the money is not."""
     got = estimate(3600, Speed(1, 0), usd_per_hour=None)
 
     assert (got.hours, got.usd, got.usd_high, got.objective) == (1.0, None, None, None)
@@ -201,7 +201,7 @@ def allocation(usd: float | None, capacity: str = "on-demand", nodes: int = 1) -
     ("strategy", "worth"), [("cost", 0), ("deadline", 0), ("balanced", 2), ("performance", 200)]
 )
 def test_what_an_hour_is_worth(strategy, worth):
-    """By the cheapest on-demand one; spot and unknown prices do not count."""
+    """The cheapest on-demand one decides; spot and unknown prices do not count."""
     offers = [allocation(1.0, nodes=2), allocation(5.0), allocation(0.1, "spot"), allocation(None)]
 
     assert value_of_hour(strategy, offers) == worth
@@ -209,7 +209,7 @@ def test_what_an_hour_is_worth(strategy, worth):
 
 
 def test_an_hour_without_a_known_price_is_unknown():
-    """Not 0: the caller says so."""
+    """Not 0: the caller reports it."""
     assert value_of_hour("balanced", [allocation(None), allocation(1.0, "spot")]) is None
     assert value_of_hour("cost") == 0
     with pytest.raises(ValueError, match="strategy must be one of cost, balanced, performance, deadline"):
@@ -217,7 +217,7 @@ def test_an_hour_without_a_known_price_is_unknown():
 
 
 def test_how_long_a_start_takes_is_as_unsure_as_it_was_seen_to_be():
-    """An hour of work after half an hour of start, give or take 10 minutes: 80 % within 1.28 times that."""
+    """An hour of work after half an hour of start +- 10 minutes: 80 % within 1.28 times that."""
     speed = Speed(1 / 3600, 0.0, "user")
     starts = Overheads(start_s=1800.0, start_stdev_s=600.0)
 

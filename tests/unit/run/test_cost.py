@@ -59,7 +59,7 @@ def parts(split: Split) -> list[float | None]:
 
 
 def test_a_line_says_where_the_money_went():
-    """$1: 80 % training, of it 80 of 480 steps lost; a tenth each to start and idle."""
+    """$1: 80 % training, of which 80 of 480 steps were lost; a tenth each for start and idle."""
     line = bill([FIRST], now=0).lines[0]
 
     assert (line.usd, line.steps, line.lost_steps, line.wall_s) == (1.0, 480, 80, HOUR)
@@ -96,7 +96,7 @@ def test_the_static_plan_counts_what_was_kept_when_no_total_is_known():
 
 
 def test_the_static_plan_is_on_demand():
-    """A spot price does not stand for it; the on-demand one may be given."""
+    """A spot price does not replace it; the on-demand price can be given."""
     unknown = bill([SECOND], now=0)
     known = bill([SECOND], now=0, on_demand_usd_per_node_hour=9.0)
 
@@ -116,7 +116,7 @@ def test_the_static_plan_skips_an_attempt_that_did_nothing():
 
 
 def test_an_unknown_price_is_not_free():
-    """The total is unknown; what is known is told beside it."""
+    """The total is unknown; the known part is reported beside it."""
     unpriced = replace(SECOND, allocation=replace(LARGE, offer=replace(LARGE.offer, usd_per_hour=None)))
 
     got = bill([FIRST, unpriced], now=0)
@@ -127,7 +127,7 @@ def test_an_unknown_price_is_not_free():
 
 
 def test_an_unknown_time_is_not_free():
-    """The provider did not tell: neither hours nor USD."""
+    """The provider did not report it: neither hours nor USD are known."""
     got = bill([replace(FIRST, held=None)], now=0)
 
     assert (got.usd, got.node_hours, got.wall_s) == (None, None, None)
@@ -136,7 +136,7 @@ def test_an_unknown_time_is_not_free():
 
 
 def test_a_bill_by_statuses_alone_is_the_least_that_it_was():
-    """Its total is not known, and neither is what it saved; the known part says that it is one (D5)."""
+    """The total and the saving are unknown; the known part is marked as such (D5)."""
     got = bill([FIRST, replace(SECOND, is_least=True)], now=0)
 
     whole = bill([FIRST, SECOND], now=0)
@@ -151,7 +151,7 @@ def test_a_bill_by_statuses_alone_is_the_least_that_it_was():
 
 
 def test_an_attempt_that_was_never_held_costs_nothing():
-    """No machine, no bill, and nothing unknown."""
+    """Without a machine there is no bill, and nothing is unknown."""
     got = bill([Use(1, 1, SMALL, held=(), why_ended="not-started")], now=0)
 
     assert (got.usd, got.node_hours) == (0.0, 0.0)
@@ -185,7 +185,7 @@ def test_what_is_held_is_billed_until_now():
     ],
 )
 def test_what_cannot_be_told_stays_unknown_and_is_said(facts, split):
-    """A part that is unknown is no other part's."""
+    """An unknown part is not added to another part."""
     got = bill([replace(FIRST, **facts)], now=0)
 
     assert parts(got.hours) == split
@@ -194,7 +194,7 @@ def test_what_cannot_be_told_stays_unknown_and_is_said(facts, split):
 
 
 def test_an_attempt_without_a_step_was_idle():
-    """Started, held for an hour, and made no step: nothing of it was computing."""
+    """It started, ran for an hour, and made no step: none of it was computing."""
     got = bill([replace(FIRST, last_step=0, kept_step=0)], now=0)
 
     assert parts(got.hours) == approx(Split(0.0, 0.0, 0.1, 0.9))
@@ -208,19 +208,19 @@ def test_provisioning_never_exceeds_what_is_billed():
 
 
 def test_more_was_lost_than_done():
-    """Resumed from before its own start: all of it is lost, not more."""
+    """It resumed from before its own start: all of its work is lost, but not more."""
     assert bill([replace(SECOND, kept_step=100)], now=0).lost_steps == 600
 
 
 def test_pauses_stand_in_the_order_of_attempts():
-    """The one before attempt 2 was given last."""
+    """The pause before attempt 2 was given last."""
     pause = Pause(1, 2, "move", 20.0, {"checkpoint": 5.0, "start": 10.0})
 
     assert bill([FIRST], now=0, pauses=[replace(pause, before=2), pause]).pauses[0] == pause
 
 
 def test_a_bill_goes_through_json():
-    """What stands in XCom is the bill."""
+    """XCom contains the bill."""
     got = bill([FIRST, SECOND], now=0, pauses=[Pause(1, 2, "lost", 400.0, {"start": 180.0})])
 
     assert Bill.from_dict(json.loads(json.dumps(got.to_dict(), allow_nan=False))) == got
@@ -228,7 +228,7 @@ def test_a_bill_goes_through_json():
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, float("inf")])
 def test_a_bill_of_nonsense_cannot_exist(bad):
-    """NaN would spread over every sum."""
+    """NaN would affect every sum."""
     with pytest.raises(ValueError, match="start must be finite"):
         Held(0, bad)
     with pytest.raises(ValueError, match="idle_s must be finite"):
@@ -255,7 +255,7 @@ uses = st.builds(
 @settings(deadline=None)  # the machine may be busy
 @given(st.lists(uses, max_size=5))
 def test_parts_add_up_to_the_whole(found):
-    """Whatever is known, no part is negative and together they are what was billed."""
+    """For any known facts, no part is negative and the parts add up to the billed amount."""
     got = bill(found, now=1e6)
 
     for line in got.lines:
@@ -268,7 +268,7 @@ def test_parts_add_up_to_the_whole(found):
 
 
 def test_the_static_plan_does_not_borrow_another_s_speed():
-    """The small one made no step: what the large one did says nothing of it."""
+    """The small one made no step, and the large one's speed does not apply to it."""
     got = bill([replace(FIRST, last_step=0, kept_step=0), SECOND], now=0)
 
     assert (got.static.hours, got.saved_usd) == (None, None)

@@ -1,4 +1,4 @@
-"""Unit tests of how an attempt ended, from what the backend and its nodes say."""
+"""How an attempt ended, from the reports of the backend and its nodes."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from envscaler_airflow.run.ends import LOST_AFTER_S
 
 
 def node(index, reason, **status):
-    """A node that the backend saw end, and that said why."""
+    """A node whose end the backend observed, and that reported its reason."""
     return NodeStatus(index, "ended", reason=reason, status=Status(ended=Ended(reason=reason), **status))
 
 
@@ -20,7 +20,7 @@ def test_the_cause_stands_before_its_echoes():
 
 
 def test_nothing_is_over_while_one_node_runs():
-    """A node that ended well waits for the others."""
+    """A node that succeeded waits for the others."""
     running = NodeStatus(1, "running", status=Status())
 
     assert end_of(Observed((node(0, "succeeded"), running))) is None
@@ -28,7 +28,7 @@ def test_nothing_is_over_while_one_node_runs():
 
 @pytest.mark.parametrize(("reason", "outputs"), [("succeeded", {"model": "file:///m"}), ("failed", None)])
 def test_only_a_success_has_outputs(reason, outputs):
-    """One of two outputs was up when the command failed: the next stage must not get it."""
+    """One of two outputs was uploaded when the command failed: the next stage must not get it."""
     got = end_of(Observed((node(0, reason, outputs={"model": "file:///m"}),)))
 
     assert got.outputs == outputs
@@ -36,7 +36,7 @@ def test_only_a_success_has_outputs(reason, outputs):
 
 @pytest.mark.parametrize(("silent_s", "outcome"), [(LOST_AFTER_S - 1, None), (LOST_AFTER_S, "lost")])
 def test_silence_is_a_loss_only_after_its_time(silent_s, outcome):
-    """Neither the backend nor the node was heard."""
+    """Neither the backend nor the node reported anything."""
     got = end_of(Observed((NodeStatus(0, "unknown"),), silent_s=silent_s))
 
     assert (got and got.outcome) == outcome

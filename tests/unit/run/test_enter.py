@@ -1,4 +1,4 @@
-"""The table "at execute": what a new try of the stage's task does with what it finds. Each row is a test."""
+"""The table "at execute": how a new try of the stage's task handles an existing run. Each row is a test."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ STOPPED = (begun(), *life("left", step=9), ("stopped", {"generation": 1, "reason
 
 
 def kind(*events, actor, spec_hash="A", fresh=False):
-    """What *actor* does with what these events left."""
+    """The action of *actor* after these events."""
     return enter(run(*events), actor, spec_hash=spec_hash, fresh=fresh).kind
 
 
 def follow(state, actor):
-    """The action of *actor* right after it took the run over."""
+    """The action of *actor* right after it took over the run."""
     return next_action(fold([Event(state.number + 1, "owner", {}, actor=actor)], state), Facts())
 
 
 def test_no_run_begins():
-    """Nothing is there: the first generation."""
+    """There is no run yet: the first generation begins."""
     assert kind(actor=FIRST) == "begin"
 
 
 @pytest.mark.parametrize("found", [RUNNING, DONE, (*DONE, DELIVERED), FAILED, STOPPED])
 def test_a_newer_try_of_this_dag_run_owns_it(found):
-    """Whatever is there, an older try that wakes late does nothing (A2)."""
+    """In any state, an older try that wakes up late does nothing (A2)."""
     assert kind(*found, owner(RETRY), actor=FIRST) == "superseded"
 
 
 @pytest.mark.parametrize("found", [RUNNING, DONE, (*DONE, DELIVERED, ACCEPTED), FAILED, STOPPED])
 def test_another_dag_run_of_the_same_name_begins_a_generation(found):
-    """The one before was deleted; whatever it left is not this one's (A1)."""
+    """The previous DAG run was deleted; its state does not belong to this one (A1)."""
     got = enter(run(*found), RECREATED)
 
     assert (got.kind, got.reason) == ("begin", "the DAG run was deleted and recreated")
 
 
 def test_a_live_attempt_of_the_same_spec_is_adopted():
-    """A retry after a crashed worker takes the running attempt over."""
+    """A retry after a crashed worker takes over the running attempt."""
     assert kind(*RUNNING, actor=RETRY) == "adopt"
 
 
@@ -76,7 +76,7 @@ def test_a_clear_with_another_spec_goes_on_with_the_new_one():
 
 
 def test_an_intent_without_an_act_is_carried_out():
-    """The worker died between the two."""
+    """The worker died between the intent and the act."""
     state = run(begun(), intended())
 
     assert enter(state, RETRY, spec_hash="A").kind == "adopt"
@@ -101,12 +101,12 @@ def test_a_success_that_airflow_did_not_take_is_delivered(found, actor, reason):
 
 
 def test_a_clear_after_an_accepted_delivery_begins_a_generation():
-    """Airflow showed a success and the user cleared it: do it again (A4)."""
+    """Airflow showed a success and the user cleared it: run it again (A4)."""
     assert kind(*DONE, DELIVERED, ACCEPTED, actor=CLEARED) == "begin"
 
 
 def test_a_new_generation_has_to_be_accepted_anew():
-    """What Airflow took of the generation before says nothing of this one (A4)."""
+    """Acceptance of the previous generation does not apply to this one (A4)."""
     events = (*DONE, DELIVERED, ACCEPTED, begun(2, CLEARED))
     late = ("accepted", {"generation": 1})
 
@@ -115,7 +115,7 @@ def test_a_new_generation_has_to_be_accepted_anew():
 
 @pytest.mark.parametrize(("found", "action"), [(FAILED, "fail"), (STOPPED, "halt")])
 def test_a_retry_of_what_failed_or_was_stopped_ends_again(found, action):
-    """For the recorded reason: only a clear of the task takes it up (A3)."""
+    """The recorded reason is repeated: only a clear of the task continues the run (A3)."""
     state = run(*found)
 
     assert enter(state, RETRY).kind == "adopt"
@@ -132,13 +132,13 @@ def test_a_clear_of_what_failed_or_was_stopped_goes_on(found):
 
 
 def test_fresh_begins_once_per_clear():
-    """restart="fresh" begins at a clear, and goes on after a crash of the fresh one."""
+    """restart="fresh" starts over at a clear, and resumes after a crash of the fresh generation."""
     assert kind(*RUNNING, actor=CLEARED, fresh=True) == "begin"
     assert kind(*RUNNING, actor=RETRY, fresh=True) == "adopt"
 
 
 def test_fresh_overrides_no_stop():
-    """A retry of a cancelled run halts also where the form says fresh (A3)."""
+    """A retry of a cancelled run halts even if the form requests a fresh start (A3)."""
     state = run(*STOPPED)
 
     assert enter(state, RETRY, fresh=True).kind == "adopt"
@@ -146,7 +146,7 @@ def test_fresh_overrides_no_stop():
 
 
 def test_the_very_same_try_goes_on():
-    """Its process starts again: it is neither older nor another."""
+    """Its process starts again: it is neither an older try nor another one."""
     assert kind(*RUNNING, actor=FIRST) == "adopt"
 
 
@@ -157,10 +157,10 @@ OF_TWO = Actor("ti-5", 4, 3, life="two")
 @pytest.mark.parametrize(
     ("last", "actor", "expected"),
     [
-        (OF_TWO, RETRY, "superseded"),  # a zombie of the DAG run before: its task instance is older
+        (OF_TWO, RETRY, "superseded"),  # a zombie of the previous DAG run: its task instance is older
         (RECREATED, Actor("ti-9", 2, 3, life="two"), "adopt"),  # Airflow failed a try that was not running
         (RECREATED, Actor("ti-91", 2, 3, life="two"), "adopt"),  # and an ordinary retry
-        (RECREATED, Actor("ti-91", 1, 3, life="two"), "adopt"),  # the same number twice: the later one
+        (RECREATED, Actor("ti-91", 1, 3, life="two"), "adopt"),  # the same number twice: the later one wins
         (Actor("ti-91", 1, 3, life="two"), RECREATED, "superseded"),
         (RECREATED, Actor("ti-95", 1, 3, life="three"), "begin"),
     ],
@@ -178,18 +178,18 @@ def test_which_try_is_newer(last, actor, expected):
         (Actor("ti-3", 3, 3), Actor("ti-4", 1, 3), "begin"),
         (Actor("ti-3", 3, 3), Actor("ti-4", 3, 3), "begin"),
         (Actor("ti-3", 3, 3), Actor("ti-2", 2, 3), "superseded"),
-        (Actor("ti-3", 1, 3), Actor("ti-2", 3, 3), "superseded"),  # of the DAG run before
+        (Actor("ti-3", 1, 3), Actor("ti-2", 3, 3), "superseded"),  # of the previous DAG run
         (Actor("ti-3", 3, 3, life="one"), Actor("ti-4", 4, 3), "adopt"),
         (Actor("ti-3", 3, 3), Actor("ti-4", 4, 3, life="one"), "adopt"),
     ],
 )
 def test_where_the_dag_run_cannot_be_told(last, actor, expected):
-    """A later task instance with a try number that is not above the owner's is of another DAG run (A1)."""
+    """A later task instance whose try number is not above the owner's belongs to another DAG run (A1)."""
     assert kind(*RUNNING, owner(last), actor=actor) == expected
 
 
 def test_every_retry_of_a_recreated_dag_run_goes_on():
-    """The one before had made three tries; the second of this one is not compared with them (A1)."""
+    """The previous one made three tries; the second try of this one is not compared with them (A1)."""
     third = Actor("ti-3", 3, 3, life="one")
     second_of_two = Actor("ti-92", 2, 3, life="two")
     events = (*RUNNING, owner(third), begun(2, RECREATED), intended(generation=2), started(generation=2))
@@ -198,11 +198,11 @@ def test_every_retry_of_a_recreated_dag_run_goes_on():
 
 
 def test_the_first_try_of_a_recreated_dag_run_may_be_lost():
-    """Its second try is the first that we see, with a number above the old one's (A1)."""
+    """Its second try is the first that we see, with a number above the previous DAG run's (A1)."""
     assert kind(*RUNNING, actor=Actor("ti-9", 2, 3, life="two")) == "begin"
 
 
 def test_an_actor_says_which_dag_run_it_is_of():
-    """And nothing where that cannot be read."""
+    """It has none where that cannot be read."""
     assert Actor.from_dict(FIRST.to_dict()) == FIRST
     assert "life" not in Actor("ti-1", 1, 3).to_dict()

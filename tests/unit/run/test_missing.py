@@ -1,4 +1,4 @@
-"""What the owner does about nodes that never came, or went while others run on."""
+"""How the owner handles nodes that never started, or that ended while others run."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def seen(*nodes):
     ],
 )
 def test_what_is_missing_ends_the_rest(nodes, kind):
-    """A node that did not come, or is gone for good; one that went by itself leaves the others to end."""
+    """A node never started or is lost: the rest is stopped; if it ended normally, the others finish."""
     assert next_action(live(), seen(*nodes)).kind == kind
 
 
 def test_an_attempt_whose_nodes_never_came_was_not_started():
-    """It counts as refused: the next offer is tried, and nobody's code is to blame."""
+    """It counts as refused: the next offer is tried, and the user's code is not blamed."""
     end = end_of(seen(("ended", "capacity"), ("ended", "capacity")).observed)
 
     assert (end.outcome, end.detail) == ("not-started", "words")

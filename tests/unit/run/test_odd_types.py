@@ -1,4 +1,4 @@
-"""Files of a run whose fields are of odd types: told by an error of ours, by whoever reads them."""
+"""Files of a run with fields of wrong types: every reader raises one of our errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ JSON = st.recursive(
 
 
 def wholes():
-    """The events of a run as they are stored."""
+    """The stored events of a run."""
     actor = {"ti_id": "t", "try_number": 1, "max_tries": 3, "life": "l"}
     return [
         {"schema": "1.0", "number": number, "type": kind, "writer": "w", "at": 7.5 * number, "actor": actor,
@@ -90,7 +90,7 @@ def wholes():
 
 
 def paths(value, path=()):
-    """Where something stands in a JSON value."""
+    """Paths of all values in a JSON value."""
     found = [path] if path else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return found + [inner for key, item in items for inner in paths(item, (*path, key))]
@@ -109,7 +109,7 @@ def parsed(one):
 
 
 def read_all(events):
-    """Whatever the owner, a watcher and a reader make of a run."""
+    """Everything that the owner, a watcher and a reader read of a run."""
     state = fold(events)
     backend = ScriptedBackend()
     run_report(state, now=1e9)
@@ -123,7 +123,7 @@ def read_all(events):
 
 
 def try_out(known, index, path, odd):
-    """The history *known* with *odd* at *path* of one event: an error of ours, or none."""
+    """Read the history *known* with *odd* at *path* of one event: it raises one of our errors, or none."""
     changed = wholes()[index]
     put(changed, path, odd)
     try:
@@ -135,7 +135,7 @@ def try_out(known, index, path, odd):
 
 
 def test_the_history_holds_every_event_that_there_is():
-    """And all but requests are typed (A8)."""
+    """Every event except requests is typed (A8)."""
     assert {kind for kind, _ in HISTORY} == EVENT_TYPES
     assert EVENT_TYPES - _BODIES.keys() == {"move-requested", "stop-requested"}
     read_all([parsed(one) for one in wholes()])
@@ -143,7 +143,7 @@ def test_the_history_holds_every_event_that_there_is():
 
 @pytest.mark.parametrize("index", range(len(HISTORY)), ids=[kind for kind, _ in HISTORY])
 def test_an_event_with_an_odd_field_ends_nothing_but_its_reading(index):
-    """Each field of each event in turn, of each odd type, after and before the rest of the run (A8)."""
+    """Each field of each event in turn, of each odd type, before and after the rest of the run (A8)."""
     known = [parsed(one) for one in wholes()]
     for path in paths(wholes()[index]):
         for odd in ODD:
@@ -152,7 +152,7 @@ def test_an_event_with_an_odd_field_ends_nothing_but_its_reading(index):
 
 @given(st.data(), JSON)
 def test_an_event_with_any_json_in_it_ends_nothing_but_its_reading(data, odd):
-    """Wherever it stands (A8)."""
+    """In any position (A8)."""
     known = [parsed(one) for one in wholes()]
     index = data.draw(st.integers(0, len(known) - 1))
 
@@ -160,7 +160,7 @@ def test_an_event_with_any_json_in_it_ends_nothing_but_its_reading(data, odd):
 
 
 def test_an_error_names_the_field_and_what_was_there():
-    """A person has to mend it (A8)."""
+    """A person has to repair it (A8)."""
     events = wholes()
     events[12]["body"]["usage"][0][1] = "yesterday"
 
@@ -171,7 +171,7 @@ def test_an_error_names_the_field_and_what_was_there():
 
 
 def test_no_event_is_written_that_could_not_be_read():
-    """A log that nobody can read is for good; an execution that fails is not (A8)."""
+    """An unreadable log is permanent, a failed execution is not (A8)."""
     with pytest.raises(ProtocolError, match="attempt-ended: step"):
         Event(1, "attempt-ended", {**ATTEMPT, **ENDED, "step": -1}, "w", 1.0, Actor("t")).to_json()
 
@@ -197,7 +197,7 @@ def leased(tmp_path_factory):
 
 
 def test_a_lease_with_odd_fields_is_told_and_begun_anew(leased):
-    """Each field, of each odd type, and numbers that no float has room for (A8)."""
+    """Each field, of each odd type, and numbers beyond the range of a float (A8)."""
     store, body = leased
     texts = []
     for path in paths(body):

@@ -1,4 +1,4 @@
-"""The table of outcomes: every name that a detector gives has its row, and every row decides what happens."""
+"""The table of outcomes: every name from a detector has its row, and every row decides what happens."""
 
 import ast
 import itertools
@@ -48,13 +48,13 @@ OWNER_MADE = {
     "backend": "owner/intent.py",
     "start": "cli/foreground.py",
 }
-"""Rows that no wrapper and no backend reports, and where the owner makes each."""
+"""Rows that no wrapper and no backend reports, and where the owner creates each."""
 ENDS = [name for name, row in OUTCOMES.items() if row.kind == "end"]
 NODES = [name for name, row in OUTCOMES.items() if row.kind == "node"]
 
 
 def told_by_the_wrapper():
-    """What ``agent.ending`` makes of a command's end."""
+    """The outcomes of ``agent.ending`` for a command."""
     lines = ("torch.OutOfMemoryError: CUDA out of memory", "OSError: No space left on device", "MemoryError")
     codes = [ending.End(code) for code in (0, 1, 127, -9, -11)]
     asked = [ending.End(1, asked=asked, session_left=True) for asked in ("left", "stopped", "orphaned")]
@@ -63,7 +63,7 @@ def told_by_the_wrapper():
 
 
 def told_by_the_local_backend():
-    """All that node main makes of what it sees."""
+    """The outcomes that the local backend derives from a node's state."""
     codes = (0, 1, *EXIT_CODES.values(), -9, -15, None)
     said = (None, *(Ended(reason=reason) for reason in END_REASONS))
     mains = (None, *((r, "") for r in ("killed", "orphaned", "setup-failed", "deadline-exceeded")))
@@ -72,7 +72,7 @@ def told_by_the_local_backend():
 
 
 def told_by_kubernetes():
-    """All that is made of the pods, Jobs and events of that backend's tests, at once and an hour later."""
+    """The outcomes that the Kubernetes backend derives from its tests' objects, at once and an hour later."""
     bodies = [body for body, _ in (*cluster.ENDS.values(), *cluster.WAITS.values())]
     bodies.append(cluster.pod(phase="Pending", node=None, conditions=[cluster.unscheduled(VOLUME)]))
     told = [("FailedCreate", 'forbidden: exceeded quota: "q"'), ("FailedCreate", "violates PodSecurity")]
@@ -100,14 +100,14 @@ VOLUME = "2 node(s) had volume node affinity conflict. not found"
 
 
 def test_every_name_that_a_detector_gives_has_a_row():
-    """Else the owner has no recovery for it, and takes it for a plain failure."""
+    """Otherwise the owner has no recovery for it and treats it as a plain failure."""
     told = told_by_the_wrapper() | told_by_the_local_backend() | told_by_kubernetes() | {*END_REASONS}
 
     assert told - {*OUTCOMES} == set()
 
 
 def test_every_row_is_reached_by_a_detector_or_made_by_the_owner():
-    """No class that only the docs know, and none that is made in two ways."""
+    """No outcome exists only in the docs, and none is created in two ways."""
     told = told_by_the_wrapper() | told_by_the_local_backend() | told_by_kubernetes()
 
     assert sorted([*told, *OWNER_MADE]) == sorted(OUTCOMES)
@@ -122,19 +122,19 @@ def test_what_the_owner_makes_is_made_where_this_test_says(name, file):
 
 
 def test_the_wrapper_may_report_only_ends():
-    """And what has an exit code of its own is one of them."""
+    """Every outcome with its own exit code is one of them."""
     assert {outcome_of(name).kind for name in END_REASONS} == {"end"}
     assert {*EXIT_CODES} <= {*END_REASONS}
 
 
 def test_a_backend_refuses_an_end_without_a_row():
-    """At birth, so that a class without a recovery is found by the first test of its detector."""
+    """The constructor raises, so the first test of a detector finds an outcome without a recovery."""
     with pytest.raises(ValueError, match="reason must be a row of OUTCOMES, got 'melted'"):
         NodeEnd(1, None, "melted")
 
 
 def test_each_end_of_a_node_has_its_own_place_among_the_causes():
-    """Two ends of one severity would be told by the order of the nodes; the page has them in their order."""
+    """With equal severity the order of the nodes would decide; the page lists them in this order."""
     severities = [row.severity for row in OUTCOMES.values() if row.severity]
 
     assert severities == sorted(set(severities), reverse=True)
@@ -142,18 +142,18 @@ def test_each_end_of_a_node_has_its_own_place_among_the_causes():
 
 
 def test_every_word_of_the_table_is_in_use():
-    """Kinds and recoveries of the docs are those of the rows."""
+    """Kinds and recoveries in the docs are those of the rows."""
     assert {row.kind for row in OUTCOMES.values()} == {*KINDS}
     assert {row.recovery for row in OUTCOMES.values()} == {*RECOVERIES}
 
 
 def test_the_docs_page_is_made_from_the_table():
-    """Else put what ``docs_tables()`` returns at its end."""
+    """If this fails, copy the output of ``docs_tables()`` to the end of the page."""
     assert PAGE.read_text().endswith("\n\n" + docs_tables())
 
 
 def test_the_page_of_kubernetes_names_outcomes_of_the_table():
-    """Each reason of its rows."""
+    """Every reason in its rows."""
     page = PAGE.with_name("failures.md").read_text()
     reasons = [line.split("|")[-2] for line in page.splitlines() if line.startswith("|")]
     named = {name for cell in reasons for name in re.findall(r"`([a-z]+(?:-[a-z]+)*)`", cell)}
@@ -175,12 +175,12 @@ LOOKED_UP = {
     "is_orderly": {"succeeded", "left", "stopped", "orphaned", "move", "spec-changed", "stop"},
     "node_decides": {"succeeded", "failed", "killed", "left", "stopped"},
 }
-"""The rows of today for which each holds; one that comes later may be added, and need not."""
+"""The current rows for which each is true; a later row may be added, but need not be."""
 
 
 @pytest.mark.parametrize(("name", "rows"), LOOKED_UP.items())
 def test_what_is_looked_up_holds_for_these_rows(name, rows):
-    """Of which losses count as spot's, what a clear alone undoes, what is not waited for, who may go on."""
+    """Spot losses, outcomes that only a clear undoes, that are not waited for, or that may resume."""
     assert {row.name for row in OUTCOMES.values() if getattr(row, name)} & TODAY == rows
 
 
@@ -195,7 +195,7 @@ def test_what_is_looked_up_holds_for_these_rows(name, rows):
     ],
 )
 def test_these_rows_call_for_this_recovery(recovery, rows):
-    """What the code did wrong is not repeated for long; what took its machine always is."""
+    """A fault of the code is not repeated for long; the loss of its machine always is."""
     assert {row.name for row in OUTCOMES.values() if row.recovery == recovery} & TODAY == rows
 
 
@@ -209,24 +209,24 @@ def test_these_rows_call_for_this_recovery(recovery, rows):
     ],
 )
 def test_a_start_whose_pod_never_runs_raises_by_its_row(name, error):
-    """Only a want of capacity is remembered as one."""
+    """Only a lack of capacity is recorded as one."""
     assert backend.error_of(outcome_of(name)) is error
 
 
 def test_a_node_waits_for_the_next_pod_of_node_0_where_the_stage_is_not_to_blame():
-    """What the owner or the platform ended; after any other end the other nodes fail too."""
+    """The owner or the platform ended it; after any other end the other nodes fail too."""
     blameless = {name for name in END_REASONS if outcome_of(name).caused_by in ("owner", "platform")}
 
     assert blameless & TODAY == {"left", "stopped", "orphaned", "killed"}
 
 
 AT_ONCE = {"none": "succeed", "resume-if-funded": "fail"}
-"""What the first end of a run brings; any other is followed by an attempt."""
+"""The effect of the first end of a run; after any other end an attempt follows."""
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_the_first_end_brings_what_its_row_says(name):
-    """After a step, with memory to raise and no budget to go on with."""
+    """After a step, with memory to raise and no budget to continue."""
     facts = Facts(backoff_is_over=True, memory_limit_bytes=2**30, memory_cap_bytes=2**32)
 
     got = next_action(run(begun(), *life(name, step=9, checkpoint_step=8)), facts)
@@ -239,7 +239,7 @@ def test_the_first_end_brings_what_its_row_says(name):
 
 @pytest.mark.parametrize("name", ENDS)
 def test_only_the_code_s_own_errors_fail_at_their_second_time(name):
-    """At the same step; a checkpoint in between does not help them."""
+    """At the same step; a checkpoint in between does not change that."""
     facts = Facts(backoff_is_over=True, memory_limit_bytes=2**30, memory_cap_bytes=2**32)
     lives = [*life(name, step=9, checkpoint_step=8), *life(name, attempt=2, step=9, checkpoint_step=9)]
 
@@ -251,7 +251,7 @@ def test_only_the_code_s_own_errors_fail_at_their_second_time(name):
 
 @pytest.mark.parametrize("name", NODES)
 def test_a_node_that_does_not_run_brings_what_its_row_says(name):
-    """Waited for, given up for the next offer, or the run's failure, with the row's words."""
+    """Wait, delete it and try the next offer, or fail the run, with the row's text."""
     live = run(begun(), intended(), started())
 
     got = next_action(live, Facts(observed=Observed((NodeStatus(0, "pending", reason=name, detail="d"),))))
@@ -264,7 +264,7 @@ def test_a_node_that_does_not_run_brings_what_its_row_says(name):
 
 @pytest.mark.parametrize("why", [name for name, row in OUTCOMES.items() if row.kind == "stop"])
 def test_an_attempt_that_the_owner_stopped_is_followed_as_the_row_says(why):
-    """A final stop ends the run, by its own name; after any other the next attempt starts."""
+    """A final stop ends the run, with its own name; after any other the next attempt starts."""
     stopping = ("attempt-stopping", {"generation": 1, "attempt": 1, "why": why, "target": SMALL.to_dict()})
 
     got = next_action(
@@ -276,7 +276,7 @@ def test_an_attempt_that_the_owner_stopped_is_followed_as_the_row_says(why):
 
 
 def test_a_new_class_needs_its_row_and_its_detector_alone(monkeypatch):
-    """A row more, and a backend that names it: cause, recovery, words, colour and docs follow."""
+    """One more row, and a backend that reports it: cause, recovery, text, color and docs follow."""
     row = Outcome("gpu-lost", 145, "platform", "resume", "a GPU fell off the bus")
     monkeypatch.setitem(OUTCOMES, row.name, row)
     nodes = [NodeEnd(1, None, "gpu-lost").of_node(0), NodeEnd(None, 9, "killed").of_node(1)]
@@ -301,6 +301,6 @@ def test_a_name_of_a_newer_version_decides_nothing():
 
 
 def test_a_wrapper_that_reports_an_unknown_end_is_refused():
-    """The wire has the protocol's names alone, also where the owner's table has more."""
+    """The wire has only the protocol's names, even if the owner's table has more."""
     with pytest.raises(ProtocolError, match="reason must be one of"):
         Status.from_json(b'{"schema": "1.0", "ended": {"reason": "lost"}}', where="status")

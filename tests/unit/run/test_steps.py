@@ -1,4 +1,4 @@
-"""What the owner does next, and an end to hopeless repeats."""
+"""The owner's next action, and a limit on hopeless repeats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from envscaler_airflow.run import Event, Facts, NodeStatus, Observed, end_of, fo
 
 
 def node(state, *, ended_as=None, health="ok", step=None, phase="running"):
-    """One node, seen so and saying so."""
+    """One node, with the backend's state and its own status."""
     said = Ended(reason=ended_as) if ended_as else None
     status = Status(
         generation=1,
@@ -41,7 +41,7 @@ RUNNING = node("running")
 
 
 class TestNext:
-    """What follows what, once entered."""
+    """The next action after entering a run."""
 
     def test_an_intent_without_an_act_is_carried_out(self):
         """The worker died between intent and act."""
@@ -52,7 +52,7 @@ class TestNext:
         assert next_action(run(begun(), intended(), started()), Facts(observed=RUNNING)).kind == "wait"
 
     def test_unknown_is_never_dead(self):
-        """A backend that cannot be asked for nine minutes is no loss; for ten it is."""
+        """An unreachable backend is not a loss for nine minutes; after ten it is."""
         state = run(begun(), intended(), started())
         facts = NodeStatus(0, "unknown", status=Status(phase="running"))
 
@@ -81,7 +81,7 @@ class TestNext:
         ],
     )
     def test_who_is_believed_about_an_end(self, backend_says, node_says, outcome):
-        """The node, unless only the backend can know; exit code 0 alone is no success."""
+        """The node is trusted, unless only the backend can know; exit code 0 alone is not a success."""
         said = Ended(reason=node_says) if node_says else None
         status = Status(phase="ended" if said else "running", ended=said)
         observed = Observed((NodeStatus(0, "ended", reason=backend_says, status=status),))
@@ -97,7 +97,7 @@ class TestNext:
         assert (again.kind, again.target) == ("start", SMALL)
 
     def test_status_wins_over_a_request_that_arrives_with_it(self):
-        """The attempt succeeded while a move was asked: the request is stale and gets its answer."""
+        """The attempt succeeded while a move was requested: the request is stale and gets its answer."""
         ask = ("move-requested", {"target": LARGE.to_dict(), "from_attempt": [1, 1]})
         state = run(begun(), intended(), started(), ask)
 
@@ -124,26 +124,26 @@ class TestNext:
         ],
     )
     def test_what_a_newer_version_wrote_is_watched_and_never_started_or_stopped(self, rest, observed, kind):
-        """A newer controller owns what it wrote: an older one adopts the run and only watches."""
+        """A newer owner controls what it wrote: an older one adopts the run and only watches."""
         state = run(begun(), ("attempt-resized", {"generation": 1, "attempt": 1}), *rest)
 
         assert next_action(state, Facts(observed=observed, backoff_is_over=True)).kind == kind
 
     def test_a_new_generation_forgets_what_it_did_not_understand(self):
-        """Nothing of the earlier one is left that could be harmed."""
+        """Nothing of the earlier generation is left that could be harmed."""
         state = run(begun(), ("attempt-resized", {}), *life("lost"), begun(2))
 
         assert next_action(state, Facts()).kind == "start"
 
     def test_success_wins_over_a_stop_that_arrives_with_it(self):
-        """There is nothing left to stop; the result is handed over."""
+        """There is nothing left to stop; the result is delivered."""
         ask = ("stop-requested", {"reason": "cancel", "by": "me"})
         state = run(begun(), intended(), started(), ask, ended("succeeded"))
 
         assert next_action(state, Facts()).kind == "succeed"
 
     def test_an_accepted_move_starts_on_its_target_without_waiting(self):
-        """Checkpointed and left: the next attempt is on the large offer."""
+        """It saved and stopped: the next attempt is on the large offer."""
         accept = {"request": 4, "generation": 1, "attempt": 1, "why": "move", "target": LARGE.to_dict()}
         ask = ("move-requested", {"target": LARGE.to_dict(), "from_attempt": [1, 1]})
         state = run(begun(), intended(), started(), ask, ("move-accepted", accept), ended("left"))
@@ -154,7 +154,7 @@ class TestNext:
         assert state.pending == ()
 
     def test_a_requested_stop_halts_the_run(self):
-        """A user's cancel: the attempt is asked to go, then the run is stopped."""
+        """A user's cancel: the attempt drains, then the run is stopped."""
         ask = ("stop-requested", {"reason": "cancel", "by": "me"})
         state = run(begun(), intended(), started(), ask)
         first = next_action(state, Facts(observed=RUNNING))
@@ -165,7 +165,7 @@ class TestNext:
         assert next_action(state, Facts()).kind == "halt"
 
     def test_a_stop_from_before_a_clear_stops_its_attempt_only(self):
-        """Cleared while deferred: the old try's kill stops the attempt, the new try goes on after it."""
+        """Cleared while deferred: the old try's kill stops the attempt; the new try starts the next one."""
         ask = ("stop-requested", {"reason": "killed", "by": "ti-1"})
         take = ("owner", {}, CLEARED)
         stopping = {"generation": 1, "attempt": 1, "why": "stop", "request": 4}
@@ -182,7 +182,7 @@ class TestNext:
         assert next_action(by_event, Facts()).kind == "start"
 
     def test_a_stalled_attempt_is_stopped_and_started_again(self):
-        """No step for many times the usual."""
+        """No step for many times the usual duration."""
         state = run(begun(), intended(), started())
 
         got = next_action(state, Facts(observed=node("running", health="stalled", step=3)))
@@ -190,7 +190,7 @@ class TestNext:
         assert (got.kind, got.why) == ("stop", "stalled")
 
     def test_spent_money_stops_the_attempt_and_fails_the_run(self):
-        """The budget is an end with a checkpoint, not a kill."""
+        """At the budget the attempt saves a checkpoint; it is not killed."""
         state = run(begun(), intended(), started())
         stopping = {"generation": 1, "attempt": 1, "why": "budget", "reason": "spent"}
         after = run(begun(), intended(), started(), ("attempt-stopping", stopping), ended("left"))
@@ -207,14 +207,14 @@ class TestNext:
         assert next_action(state, Facts(observed=RUNNING, spent_usd=None, budget_usd=0.01)).kind == "wait"
 
     def test_an_overdue_attempt_is_killed(self):
-        """It was asked to go and did not within its time."""
+        """It was asked to drain and did not finish in time."""
         stopping = {"generation": 1, "attempt": 1, "why": "move", "target": LARGE.to_dict()}
         state = run(begun(), intended(), started(), ("attempt-stopping", stopping))
 
         assert next_action(state, Facts(observed=RUNNING, is_overdue=True)).kind == "kill"
 
     def test_an_attempt_of_an_earlier_generation_is_stopped_first(self):
-        """The DAG run was made again while the old attempt still runs."""
+        """The DAG run was recreated while the old attempt still runs."""
         state = run(begun(), intended(), started(), begun(2, RECREATED))
 
         got = next_action(state, Facts(observed=RUNNING))
@@ -225,7 +225,7 @@ class TestNext:
 
 
 class TestHopeless:
-    """An end to hopeless repeats."""
+    """A limit on hopeless repeats."""
 
     def test_a_user_error_before_the_first_step_fails_at_once(self):
         """A typo costs one start, not five."""
@@ -234,7 +234,7 @@ class TestHopeless:
         assert (got.kind, got.reason) == ("fail", "failed before its first step was seen, exit code 1")
 
     def test_a_user_error_before_the_first_step_after_a_resume_fails_at_once(self):
-        """It went on from step 50 and made none."""
+        """It resumed from step 50 and made no further step."""
         one = life("lost", 1, step=60, start_step=0, checkpoint_step=50)
         two = life("failed", 2, exit_code=1, step=50, start_step=50)
 
@@ -243,7 +243,7 @@ class TestHopeless:
         assert (got.kind, got.failure) == ("fail", "failed")
 
     def test_the_machines_own_deadline_is_not_tried_again(self):
-        """The next attempt would meet it too."""
+        """The next attempt would reach it too."""
         got = next_action(run(begun(), *life("deadline-exceeded", step=9)), Facts(backoff_is_over=True))
 
         assert (got.kind, got.reason) == ("fail", "deadline-exceeded at the machine's own deadline")
@@ -279,7 +279,7 @@ class TestHopeless:
         assert "twice at step 70" in got.reason
 
     def test_an_error_of_code_that_tells_no_steps_has_a_second_chance_after_a_checkpoint(self):
-        """Its steps are unknown, which is not none: it trained until its first checkpoint at least."""
+        """Its steps are unknown, which is not zero: it trained at least until its first checkpoint."""
         one = life("failed", 1, exit_code=1, checkpoint="g1-step-00000001-a1", checkpoint_step=1)
         two = life("failed", 2, exit_code=1, checkpoint="g1-step-00000002-a2", checkpoint_step=2)
 
@@ -288,7 +288,7 @@ class TestHopeless:
         assert (got.kind, got.reason) == ("fail", "failed twice, exit code 1")
 
     def test_disruptions_with_progress_never_count(self):
-        """Fifty losses, each after a newer checkpoint: it goes on."""
+        """Fifty losses, each after a newer checkpoint: it continues."""
         steps = [s for n in range(1, 51) for s in life("lost", n, step=n * 10, checkpoint_step=n * 10)]
 
         assert next_action(run(begun(), *steps), Facts(backoff_is_over=True)).kind == "start"
@@ -301,7 +301,7 @@ class TestHopeless:
         assert next_action(run(begun(), *steps), Facts(backoff_is_over=True)).kind == "fail"
 
     def test_a_retry_goes_on_counting(self):
-        """A worker died and nobody fixed anything: the fifth fruitless loss in a row still fails."""
+        """A worker died and nothing was fixed: the fifth fruitless loss in a row still fails."""
         steps = [s for n in range(1, 6) for s in life("lost", n, step=3)]
         taken_over = ("owner", {"reason": "taken over"}, RETRY)
 
@@ -339,7 +339,7 @@ class TestHopeless:
         assert (capped.kind, capped.failure) == ("fail", "out-of-memory")
 
     def test_offers_that_cannot_be_had_do_not_count(self):
-        """Nine stock-outs: it goes on waiting, longer each time, and plans anew."""
+        """After nine stock-outs it keeps waiting, longer each time, and plans again."""
         steps = [s for n in range(1, 10) for s in (intended(n), ended("not-started", n))]
         state = run(begun(), *steps)
 
@@ -352,12 +352,12 @@ class TestFold:
 
     @pytest.mark.parametrize("number", [1, 3])
     def test_a_missing_or_repeated_number_is_refused(self, number):
-        """Event 2 is the one that follows."""
+        """Event 2 must follow."""
         with pytest.raises(ProtocolError, match=f"event {number} follows 1"):
             fold([Event(number, "delivered")], run(begun()))
 
     def test_a_late_word_about_an_attempt_that_ended_changes_nothing(self):
-        """Two owners saw the end: the first to say it is right."""
+        """Two owners saw the end: the first report is right."""
         state = run(begun(), *life("lost", step=3), ended("succeeded"))
 
         assert (state.current.outcome, state.current.ended_number) == ("lost", 4)

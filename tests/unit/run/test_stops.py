@@ -1,4 +1,4 @@
-"""A stop is final until the task is cleared, whatever happens in between."""
+"""A stop is final until the task is cleared, regardless of the events in between."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNNING = (begun(), intended(), started())
 
 
 def after(*events):
-    """What follows."""
+    """The next action."""
     return next_action(run(*events), ANYTIME)
 
 
@@ -36,7 +36,7 @@ def after(*events):
 @pytest.mark.parametrize("outcome", ["left", "stopped", "lost", "failed", "killed"])
 @pytest.mark.parametrize("retried", ["before", "after", "twice"])
 def test_a_retry_undoes_no_stop(why, kind, failure, outcome, retried):
-    """However the attempt ended, and whichever try saw that (A3)."""
+    """For any outcome of the attempt, and any try that observed it (A3)."""
     events = [*RUNNING, stopping(why)]
     events += [owner(RETRY)] if retried != "after" else []
     events += [ended(outcome, step=3)]
@@ -57,7 +57,7 @@ def test_a_retry_undoes_no_stop(why, kind, failure, outcome, retried):
     ],
 )
 def test_a_stop_that_no_attempt_was_asked_for_counts_for_the_retry(before, why, kind):
-    """It came while nothing ran, and the worker died (A3)."""
+    """It came while no attempt ran, and the worker died (A3)."""
     got = after(*before, requested(why), owner(RETRY))
 
     assert (got.kind, got.reason) == (kind, "enough")
@@ -69,7 +69,7 @@ def test_a_stop_counts_when_the_attempt_ends_before_it_is_asked():
 
 
 def test_a_stop_during_a_move_ends_the_run_instead_of_the_move():
-    """The attempt leaves for another machine; the next one does not start (A3)."""
+    """The attempt drains for another machine; the next one does not start (A3)."""
     events = [*RUNNING, stopping("move"), requested(), owner(RETRY), ended("left", step=3)]
 
     assert after(*events).kind == "halt"
@@ -78,7 +78,7 @@ def test_a_stop_during_a_move_ends_the_run_instead_of_the_move():
 @pytest.mark.parametrize("why", ["stop", "timeout", "image", "budget"])
 @pytest.mark.parametrize("cleared", ["while it stops", "after its end"])
 def test_a_clear_overrides_a_stop(why, cleared):
-    """Another max_tries: the user wants it to go on (A3)."""
+    """Another max_tries: the user wants it to continue (A3)."""
     events = [*RUNNING, stopping(why)]
     at = len(events) if cleared == "while it stops" else len(events) + 1
     events += [ended("left", step=3)]
@@ -107,12 +107,12 @@ def test_a_retry_after_a_clear_undoes_nothing():
 
 
 def test_a_sibling_that_is_cleared_clears_nothing_here():
-    """That raises the clear number of the DAG run, and leaves this task's max_tries (A3)."""
+    """It raises the clear number of the DAG run, but leaves this task's max_tries unchanged (A3)."""
     assert after(*RUNNING, stopping("stop"), ended("left"), owner(RETRY)).kind == "halt"
 
 
 def test_a_clear_while_a_worker_runs_the_task_may_count_as_a_retry():
-    """Airflow leaves max_tries as it was where the executor reports a failure; one more clear counts (A3)."""
+    """Airflow leaves max_tries unchanged where the executor reports a failure; one more clear counts (A3)."""
     cleared_while_running = Actor("ti-2", 2, 3, life="one")
     once_more = Actor("ti-3", 3, 5, life="one")
     events = [*RUNNING, stopping("stop"), owner(cleared_while_running), ended("left", step=3)]
@@ -122,5 +122,5 @@ def test_a_clear_while_a_worker_runs_the_task_may_count_as_a_retry():
 
 
 def test_a_request_without_an_actor_changes_no_owner():
-    """Anyone may request; only an owner event makes an owner."""
+    """Anyone may request; only an owner event sets an owner."""
     assert run(begun(), requested()).owner == FIRST

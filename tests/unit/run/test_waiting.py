@@ -1,4 +1,4 @@
-"""What an attempt waits for, in words."""
+"""A human-readable text of what an attempt waits for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STARTED = fold(
 
 
 def test_nodes_that_wait_for_the_same_are_told_together():
-    """Those that run, and those of which nothing is known, wait for nothing."""
+    """Running nodes, and those whose state is unknown, wait for nothing."""
     status = AttemptStatus(
         (
             NodeStatus(0, "running"),
@@ -56,7 +56,7 @@ def test_nodes_that_wait_for_the_same_are_told_together():
     ],
 )
 def test_an_attempt_without_its_machine_does_not_run_yet(node, reason):
-    """The owner says so when it goes to wait."""
+    """The owner reports it when it starts to wait."""
     action = next_action(STARTED, Facts(observed=Observed((node,))))
 
     assert (action.kind, action.reason) == ("wait", reason)

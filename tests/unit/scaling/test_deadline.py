@@ -1,4 +1,4 @@
-"""The deadline policy: what it does on traces, and how soon."""
+"""The deadline policy: its results on traces, and its speed."""
 
 import math
 import time
@@ -42,7 +42,7 @@ def test_costs_less_than_uniform_progress_where_nothing_was_fitted():
 
 
 def test_decides_within_a_millisecond():
-    """A check on a zone that is down: looked up in the table, without numpy's help."""
+    """A check on a zone that is down reads the table without numpy."""
     policy = DeadlinePolicy()
     policy.begin(JOB, {"z": [1, 0] * 200})
     policy.choose(SpotView(0, 312, JOB.work_s, 0.0, None, {"z": True}))
@@ -58,7 +58,7 @@ def test_decides_within_a_millisecond():
 
 
 def test_takes_spot_while_there_is_all_the_time():
-    """A day of slack and spot is up."""
+    """There is a day of slack and spot is up."""
     job = SpotJob(432, 600.0, 48 * 3600.0, 720.0, 3.06, 0.9731)
     policy = DeadlinePolicy()
     policy.begin(job, {"z": [1] * 500})
@@ -67,7 +67,7 @@ def test_takes_spot_while_there_is_all_the_time():
 
 
 def test_takes_on_demand_when_no_time_is_left():
-    """Nothing may be lost any more, and spot is down."""
+    """No slack is left, and spot is down."""
     policy = DeadlinePolicy()
     policy.begin(JOB, {})
 
@@ -77,7 +77,7 @@ def test_takes_on_demand_when_no_time_is_left():
 
 
 def test_goes_to_the_cheaper_of_two_zones_that_are_alike():
-    """Prices count, when risks are the same."""
+    """Prices decide when risks are equal."""
     policy = DeadlinePolicy()
     policy.begin(JOB, {"a": [1] * 100, "b": [1] * 100})
 
@@ -87,7 +87,7 @@ def test_goes_to_the_cheaper_of_two_zones_that_are_alike():
 
 
 def test_goes_to_the_steadier_of_two_zones_at_one_price():
-    """A zone that flaps all day is left alone."""
+    """It avoids a zone that flaps all day."""
     policy = DeadlinePolicy()
     policy.begin(JOB, {"a": [1, 0] * 150 + [1], "b": [1] * 301})
 
@@ -95,7 +95,7 @@ def test_goes_to_the_steadier_of_two_zones_at_one_price():
 
 
 def test_believes_that_a_flapping_zone_flaps():
-    """After a day of losses the next one is thought likelier than after a day without."""
+    """After a day of losses the next loss is considered likelier than after a day without."""
     restless, calm = Risk(Hazard(), 600.0), Risk(Hazard(), 600.0)
     restless.learn([1, 1, 0] * 48 + [1] * 6)
     calm.learn([1] * 144 + [0] + [1] * 6)
@@ -114,7 +114,7 @@ def test_what_was_not_probed_teaches_nothing():
 
 
 def test_more_slack_never_costs_more():
-    """Costs in the table fall with slack: monotone, as they must be."""
+    """Costs in the table decrease monotonically with slack."""
     table = build_table(SpotJob(60, 600.0, 6 * 3600.0, 300.0, 3.06, 0.9731))
     belief = Hazard().regimes
 
@@ -125,7 +125,7 @@ def test_more_slack_never_costs_more():
 
 @pytest.mark.parametrize("overhead_s", [0.0, 180.0, 600.0, 720.0, 1440.0])
 def test_a_launch_owes_its_whole_overhead_in_the_table(overhead_s):
-    """Spot that is never lost: work and overhead in whole ticks at the price of spot, whatever the tick."""
+    """Spot that is never lost: work and overhead in whole ticks at the price of spot, for any tick length."""
     job = SpotJob(60, 600.0, 40 * 600.0, overhead_s, 3.0, 1.0)
     steady = Hazard(up=(0.0,) * 9, down=(0.0,) * 9, up_factors=(1.0,), down_factors=(1.0,), regimes=(1.0,))
 
@@ -137,7 +137,7 @@ def test_a_launch_owes_its_whole_overhead_in_the_table(overhead_s):
 
 
 def test_spot_is_not_launched_when_the_guard_would_end_it_at_once():
-    """Ten minutes of slack, an overhead of twelve: the launch would be thrown away in the next tick."""
+    """Ten minutes of slack, an overhead of twelve: the next tick would discard the launch."""
     policy = DeadlinePolicy()
     policy.begin(JOB, {"z": [1] * 300})
 

@@ -26,7 +26,7 @@ def test_moves_to_what_finishes_for_less():
 
 
 def test_bills_the_move_itself():
-    """An hour and a half without training at $1.50 eats what the move would save."""
+    """An hour and a half without training at $1.50 offsets the saving of the move."""
     slow = replace(SEEN, overheads=Overheads(start_s=5400))
 
     got = decide(slow, NOW)
@@ -41,14 +41,14 @@ def test_bills_the_move_itself():
 
 
 def test_keeps_when_little_work_is_left():
-    """Two minutes of work do not pay for five minutes of moving, however fast the other is."""
+    """Two minutes of work do not pay for a move of five minutes, however fast the other machine is."""
     almost = replace(SEEN, units_done=36_000 - 120, overheads=Overheads(start_s=300))
 
     assert decide(almost, NOW).action == "keep"
 
 
 def test_an_hour_that_is_worth_something_pays_for_speed():
-    """Twice as fast at three times the price: dearer, but five hours are worth $10 each."""
+    """Twice as fast at three times the price: more expensive, but five hours are worth $10 each."""
     dear = local(2, 3.0)
     seen = replace(SEEN, candidates=(dear,))
 
@@ -83,7 +83,7 @@ def test_goes_back_when_the_statement_was_wrong():
 
 
 def test_stays_when_the_statement_was_right():
-    """What was measured agrees with what was stated: the first move stands."""
+    """The measured speed agrees with the stated one: the stage does not move back."""
     there = replace(
         SEEN, current=LARGE, speeds={SMALL.name: ONE_A_SECOND, LARGE.name: replace(ONE_A_SECOND, mean=1.9)}
     )
@@ -92,7 +92,7 @@ def test_stays_when_the_statement_was_right():
 
 
 def test_waits_until_the_speed_here_is_measured_long_enough():
-    """After a move the stated speed is not taken for the measured one."""
+    """After a move the stated speed does not count as measured."""
     fresh = replace(
         SEEN, current=LARGE, speeds={SMALL.name: ONE_A_SECOND, LARGE.name: Speed(9.0, 0, "measured", 4)}
     )
@@ -122,7 +122,7 @@ def test_waits_until_the_speed_here_is_measured_long_enough():
     ],
 )
 def test_keeps_and_says_why(facts, reason):
-    """What is unknown, under way or too soon keeps the stage where it is."""
+    """If a fact is unknown, a change is in progress or it is too soon, the stage stays."""
     got = decide(replace(SEEN, **facts), NOW)
 
     assert got.action == "keep"
@@ -130,14 +130,14 @@ def test_keeps_and_says_why(facts, reason):
 
 
 def test_recommends_only():
-    """With recommend_only nothing ever moves, and the reason stays."""
+    """With recommend_only nothing moves, and the reason is the same."""
     got = decide(SEEN, replace(NOW, recommend_only=True))
 
     assert (got.action, got.target) == ("recommend", LARGE)
 
 
 def test_validation_asks_the_same_code_about_one_target():
-    """The owner waits for no window, and finds the same reasons on fresh facts."""
+    """The owner skips the window, and finds the same reasons on fresh facts."""
     slow_now = replace(SEEN, overheads=Overheads(start_s=5400))
 
     assert validate(SEEN, Policy(), LARGE).action == "move"
@@ -147,7 +147,7 @@ def test_validation_asks_the_same_code_about_one_target():
 
 
 def test_validation_looks_at_the_target_alone():
-    """Something better than what was asked for does not change the answer."""
+    """A better alternative to the requested target does not change the answer."""
     best = local(4, 0.5)
     seen = replace(SEEN, candidates=(best,), speedups=(TWICE, Speedup(best.name, SMALL.name, 4.0, 0.0)))
 
@@ -155,7 +155,7 @@ def test_validation_looks_at_the_target_alone():
 
 
 def test_a_person_needs_no_good_reason():
-    """A forced move passes the policy and the cool-down, not the limits."""
+    """A forced move skips the policy and the cooldown, but not the limits."""
     dear = local(2, 9.0)
     seen = replace(SEEN, moves=1, since_move_s=1.0)
 
@@ -167,7 +167,7 @@ def test_a_person_needs_no_good_reason():
 
 
 def test_an_unknown_policy_is_named_with_the_known_ones():
-    """A typo is an error at once, not a stage that never scales."""
+    """A typo is an immediate error, instead of a stage that never scales."""
     with pytest.raises(
         ValueError, match=r"policy must be one of cost-to-finish, .*threshold, vertical, got 'treshold'"
     ):
@@ -202,7 +202,7 @@ def test_a_speedup_without_capacity_type_is_of_both():
 
 
 def test_a_speedup_of_several_nodes_needs_no_capacity_type_either():
-    """As the name of an allocation is written (D9)."""
+    """Its name has the form of the allocation's name (D9)."""
     found, unmatched = matched(
         [Speedup("2 x kubernetes/big", "x", 2.0, 0.0)], ["2 x kubernetes/big/spot", "x"]
     )
@@ -212,7 +212,7 @@ def test_a_speedup_of_several_nodes_needs_no_capacity_type_either():
 
 
 def test_a_speedup_that_names_no_offer_is_said_in_the_reason():
-    """A misspelt name is not ignored for the whole stage in silence (D9)."""
+    """The reason names a misspelt name, instead of ignoring it silently for the whole stage (D9)."""
     seen = replace(SEEN, speedups=(Speedup("local/cpu2", SMALL.name, 2.0, 0.0),))
 
     got = decide(seen, NOW)

@@ -1,4 +1,4 @@
-"""The spec's scaling block as a policy."""
+"""The spec's scaling section as a policy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_a_spec_without_the_block_has_the_defaults():
 
 
 def test_the_bounds_are_the_spec_s():
-    """num_nodes where scaling says nothing."""
+    """num_nodes applies where the scaling section sets no limits."""
     got = policy_of(spec(num_nodes="2..4", scaling={"max_nodes": 8}, distributed={"model_parallel": 2}))
 
     assert (got.min_nodes, got.max_nodes, got.model_parallel) == (2, 8, 2)
 
 
 def test_every_field_arrives():
-    """Durations are seconds, rules are rules."""
+    """Durations become seconds, and rules become rules."""
     block = {
         "policy": "threshold",
         "cooldown": "10m",

@@ -1,4 +1,4 @@
-"""The guards that stand around every policy: windows, budgets, deadlines, limits."""
+"""The guards that check every policy: windows, budgets, deadlines, limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from envscaler_airflow.scaling import (
     ],
 )
 def test_guards_hold_back_what_the_policy_wants(facts, policy, reason):
-    """The same guards stand around every policy."""
+    """The same guards check every policy."""
     got = decide(replace(SEEN, **facts), replace(NOW, **policy))
 
     assert got.action == "keep"
@@ -63,14 +63,14 @@ def test_a_dearer_move_stays_within_the_budget():
 
 
 def test_a_saving_move_is_made_even_when_the_budget_will_not_do():
-    """Both are over the $5 that are left, and the move gets further with them."""
+    """Both exceed the remaining $5, and the move gets further with them."""
     seen = replace(SEEN, spent_usd=0.0, budget_usd=5.0)
 
     assert decide(seen, NOW).action == "move"
 
 
 def test_a_deadline_that_staying_would_miss_buys_speed():
-    """Ten hours here, five there at $15, seven are left: money is no reason to stay."""
+    """Ten hours here, five there at $15, seven are left: the cost is not a reason to stay."""
     seen = replace(SEEN, candidates=(local(2, 3.0),), deadline_left_s=7 * 3600)
 
     got = decide(seen, NOW)
@@ -80,7 +80,7 @@ def test_a_deadline_that_staying_would_miss_buys_speed():
 
 
 def test_a_saving_that_would_miss_the_deadline_is_not_made():
-    """A tenth of the price at half the speed: cheap, and too late."""
+    """A tenth of the price at half the speed is cheap, but too late."""
     slow = local(4, 0.1)
     seen = replace(
         SEEN,
@@ -94,14 +94,14 @@ def test_a_saving_that_would_miss_the_deadline_is_not_made():
 
 
 def test_a_missed_deadline_still_goes_to_the_fastest():
-    """One hour is left for five: the sooner the better."""
+    """One hour is left for five hours of work: earlier is better."""
     seen = replace(SEEN, candidates=(local(2, 3.0),), deadline_left_s=-60.0)
 
     assert decide(seen, NOW).target == local(2, 3.0)
 
 
 def test_a_move_must_have_been_wanted_for_the_window():
-    """Wanted at 0 s and still at 60 s: only then."""
+    """The move is made only once it was wanted at 0 s and still at 60 s."""
     patient = Policy(stabilization_s=60)
     first = decide(replace(SEEN, elapsed_s=0), patient)
     then = decide(replace(SEEN, elapsed_s=59, wanted=first.wanted), patient)
@@ -112,7 +112,7 @@ def test_a_move_must_have_been_wanted_for_the_window():
 
 
 def test_a_wish_that_breaks_off_begins_anew():
-    """One check that cannot see the stage resets the window."""
+    """One check without a status of the stage resets the window."""
     patient = Policy(stabilization_s=60)
     first = decide(replace(SEEN, elapsed_s=0), patient)
     blind = decide(replace(SEEN, elapsed_s=50, health="unknown", wanted=first.wanted), patient)
@@ -123,7 +123,7 @@ def test_a_wish_that_breaks_off_begins_anew():
 
 
 def test_a_wish_ripens_during_the_cooldown():
-    """Wanted all through the cool-down, it is taken as soon as that is over."""
+    """A move wanted during the whole cooldown is made as soon as the cooldown is over."""
     policy = Policy(stabilization_s=60, cooldown_s=100)
     cool = decide(replace(SEEN, elapsed_s=0, moves=1, since_move_s=20), policy)
     after = decide(replace(SEEN, elapsed_s=80, moves=1, since_move_s=100, wanted=cool.wanted), policy)
@@ -145,7 +145,7 @@ def test_takes_the_next_best_when_the_best_is_held_back():
 
 
 def test_a_policy_of_ones_own_runs_behind_the_same_guards():
-    """Whatever a policy from elsewhere wants, too many nodes are too many."""
+    """The maximum number of nodes applies to a policy of another package too."""
 
     def eager(seen: Observation, policy: Policy) -> Proposal:
         return Proposal(tuple(Want(item, "more is more") for item in seen.candidates))
@@ -162,7 +162,7 @@ def test_a_policy_of_ones_own_runs_behind_the_same_guards():
 
 
 def test_an_urgent_move_takes_no_other_one_past_the_cool_down():
-    """What is urgent does not fit; what would fit can wait."""
+    """The urgent move does not fit, and the one that fits can wait."""
     urgent, other = Want(replace(SMALL, nodes=9), "now", is_urgent=True), Want(LARGE, "nicer")
 
     def hasty(seen: Observation, policy: Policy) -> Proposal:
@@ -182,7 +182,7 @@ def test_an_urgent_move_takes_no_other_one_past_the_cool_down():
 
 
 def test_a_doubtful_saving_is_not_risked_against_a_sure_finish():
-    """Staying makes the 11 h for sure; the other takes 9.2 h in the mean, and one time in ten over 12."""
+    """Staying certainly takes 11 h; the other takes 9.2 h on average, and one time in ten over 12."""
     doubtful = replace(SEEN, speedups=(Speedup(LARGE.name, SMALL.name, 1.2, 0.4),), deadline_left_s=11 * 3600)
     cheap = replace(doubtful, candidates=(local(2, 0.5),))
 
@@ -191,7 +191,7 @@ def test_a_doubtful_saving_is_not_risked_against_a_sure_finish():
 
 
 def test_of_those_too_late_the_fastest_is_taken():
-    """Three hours for $30 before five for $5, when only one hour is left."""
+    """Three hours for $30 rank before five for $5, when only one hour is left."""
     fast, cheap = local(4, 10.0), local(2, 1.0)
     seen = replace(
         SEEN,
@@ -204,12 +204,12 @@ def test_of_those_too_late_the_fastest_is_taken():
 
 
 def test_one_epoch_between_moves_is_enough():
-    """At least one: the second may come."""
+    """At least one epoch: the second move is allowed."""
     assert decide(replace(SEEN, moves=1, since_move_s=4e3, since_move_epochs=1), NOW).action == "move"
 
 
 def test_a_budget_counts_the_dearer_end_of_the_range():
-    """$15.60 in the mean, one time in ten over $18; $17 are left and staying takes $10."""
+    """$15.60 on average, one time in ten over $18; $17 are left and staying costs $10."""
     seen = replace(
         SEEN,
         candidates=(local(2, 3.0),),
@@ -224,7 +224,7 @@ def test_a_budget_counts_the_dearer_end_of_the_range():
 
 
 def test_a_deadline_guards_policies_that_do_not_look_at_it():
-    """Nine hours in the mean are within ten, and the end of the range is not."""
+    """Nine hours on average are within ten, but the end of the range is not."""
     estimates = decide(SEEN, NOW).numbers
     staying = Estimate.from_dict(estimates["staying"])
     moving = replace(staying, hours=9.0, hours_high=12.0)
@@ -246,7 +246,7 @@ def test_a_deadline_guards_policies_that_do_not_look_at_it():
 
 
 def test_nodes_that_are_held_count_as_free():
-    """Two are held and one is free: three can be had, four not."""
+    """Two are allocated and one is free: three are available, four are not."""
     two, three, four = (replace(SMALL, nodes=nodes) for nodes in (2, 3, 4))
     seen = replace(
         SEEN,
@@ -261,7 +261,7 @@ def test_nodes_that_are_held_count_as_free():
 
 
 def test_what_may_not_be_had_is_not_wanted():
-    """The window begins when the guards let it pass."""
+    """The window begins when the guards permit the move."""
     got = decide(replace(SEEN, free_nodes={LARGE.offer.name: 0}), NOW)
 
     assert got.wanted == {}

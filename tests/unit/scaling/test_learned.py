@@ -1,4 +1,4 @@
-"""Speeds where a stage has not been follow from where it was, and are unsure."""
+"""Speeds on unused allocations are derived from the used ones, and are uncertain."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_more_nodes_are_faster_by_less_than_their_number_and_never_sure():
 
 
 def test_nothing_learned_is_surer_than_what_was_measured():
-    """A speed here that may as well be nought or twice as much teaches as little of every other place."""
+    """A current speed that may be zero or twice as high gives no better estimate of other allocations."""
     got = learned(replace(SEEN, speeds={ONE.name: Speed(2.0, 2.0, "measured", 600.0)}))
 
     assert [speed.relative_stdev for speed in got.values()] == [1.0, 1.0, 1.0]
@@ -50,13 +50,13 @@ def test_another_type_is_as_its_datasheet_says_and_less_sure():
 
 
 def test_nothing_is_learned_before_a_step_was_measured():
-    """Neither without a step nor without a speed."""
+    """It needs both a step and a speed."""
     assert learned(replace(SEEN, measured={})) == {}
     assert learned(replace(SEEN, speeds={})) == {}
 
 
 def test_what_was_measured_teaches_about_the_rest():
-    """Two nodes hardly gained: four are expected to gain less than before."""
+    """Two nodes gained little: four are expected to gain less than before."""
     poor = Measured(batch=256, step_s=0.45, sync_s=0.2)
     taught = replace(SEEN, measured={**SEEN.measured, TWO.name: poor})
 
@@ -65,14 +65,14 @@ def test_what_was_measured_teaches_about_the_rest():
 
 
 def test_a_measured_speed_stands_over_a_learned_one():
-    """The outlook believes what was seen."""
+    """The outlook uses the measured speed."""
     speeds = {**SEEN.speeds, TWO.name: Speed(3.0, 0.03, "measured", 600.0)}
 
     assert outlook(replace(SEEN, speeds=speeds), Policy(max_nodes=4)).speeds[TWO.name].mean == 3.0
 
 
 def test_a_stage_goes_where_it_has_not_been_when_that_pays():
-    """Nothing is stated: on one T4 for 14 h at $50 an hour of waiting, more of them are worth a try."""
+    """No speed is stated: on one T4 for 14 h at $50 an hour of waiting, more of them are worth a try."""
     policy = Policy(max_nodes=4, value_of_hour=50.0, stabilization_s=0.0)
 
     got = decide(SEEN, policy)
@@ -82,7 +82,7 @@ def test_a_stage_goes_where_it_has_not_been_when_that_pays():
 
 
 def test_steps_are_remembered_until_the_next_generation():
-    """A restarted sensor goes on learning from what is recorded."""
+    """A restarted sensor continues to learn from the recorded checks."""
     check = Check(SEEN, Policy(), decide(SEEN, Policy()))
     back = Check.from_dict(check.to_dict())
     fresh = Check(replace(SEEN, generation=2, measured={}), Policy(), check.decision)
@@ -93,7 +93,7 @@ def test_steps_are_remembered_until_the_next_generation():
 
 
 def test_steps_that_no_machine_makes_teach_nothing():
-    """Whatever a training tells ends no check: a rate that is no number stays unknown."""
+    """No report of a training ends a check: an invalid rate stays unknown."""
     told = {place.name: Measured(1, 1e-320, 0.0) for place in (ONE, TWO)}
     seen = replace(SEEN, measured=told)
 

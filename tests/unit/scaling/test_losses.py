@@ -1,4 +1,4 @@
-"""Expected losses of a place, by how many of its nodes are spot."""
+"""Expected losses of an allocation, by its number of spot nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE_A_SECOND = Speed(1.0, 0.0, "measured", 60)
 
 
 def test_every_spot_node_may_be_lost_those_of_a_mixed_allocation_too():
-    """Losses of one node an hour: four nodes have four times those, one on demand and three on spot three."""
+    """Losses of one node per hour, times the spot nodes: four of four, or three beside one on demand."""
     spot = replace(NODE, capacity_type="spot", usd_per_hour=0.3)
     four, mixed = Allocation(spot, 4), Allocation(NODE, 4, rest=spot, rest_nodes=3)
 

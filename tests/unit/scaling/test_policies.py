@@ -32,7 +32,7 @@ GIB = float(1 << 30)
 def on(
     capacity="on-demand", *, zone="a", usd=3.0, nodes=1, gpu_gb=16.0, cpus=8.0, memory=32.0, kind="p3.2xlarge"
 ):
-    """One place to run."""
+    """One allocation."""
     offer = Offer(
         "aws", "us-east-1", kind, capacity, cpus, memory, zone=zone, gpu_name="V100", gpus=1,
         gpu_memory_gb=gpu_gb, usd_per_hour=usd,
@@ -66,7 +66,7 @@ def test_stays_on_spot_while_that_is_safe():
 
 
 def test_leaves_spot_before_it_would_be_too_late_whatever_the_cool_down_says():
-    """Ten minutes of slack are gone by the next look: cool-down, epochs and count of moves do not hold it."""
+    """Ten minutes of slack end before the next check: cooldown, epochs and maximum of moves do not apply."""
     late = seen(SPOT, OD, left_h=8.25, since_move_s=10.0, since_move_epochs=0, moves=9)
 
     got = decide(late, replace(DEADLINE, max_moves=1, stabilization_s=300.0))
@@ -75,7 +75,7 @@ def test_leaves_spot_before_it_would_be_too_late_whatever_the_cool_down_says():
 
 
 def test_an_urgent_move_does_not_pass_the_other_guards():
-    """One action at a time, and dry-run, hold for all."""
+    """One action at a time and dry-run apply to all."""
     late = seen(SPOT, OD, left_h=8.25)
 
     assert decide(replace(late, pending="a move"), DEADLINE).action == "keep"
@@ -98,26 +98,26 @@ def test_the_spot_nodes_of_a_mixed_allocation_are_left_in_time_too():
 
 
 def test_goes_back_to_spot_when_two_starts_fit():
-    """On-demand to spot while running: an hour may be lost, two starts and a look take half of it."""
+    """On-demand to spot while running: of one hour of slack, two starts and a check use half."""
     got = decide(seen(OD, SPOT, left_h=9.5), DEADLINE)
 
     assert (got.action, got.target) == ("move", SPOT)
 
 
 def test_stays_on_demand_when_spot_could_not_be_left_again():
-    """Twenty-five minutes are not enough for two starts and a look."""
+    """Twenty-five minutes are not enough for two starts and a check."""
     assert decide(seen(OD, SPOT, left_h=8.6), DEADLINE).action == "keep"
 
 
 def test_takes_no_spot_that_is_not_to_be_had():
-    """A zone without free capacity is none."""
+    """A zone without free capacity does not count."""
     got = decide(seen(OD, SPOT, left_h=10, free_nodes={SPOT.offer.name: 0}), DEADLINE)
 
     assert got.action == "keep"
 
 
 def test_a_table_says_whether_spot_pays():
-    """With a table the numbers of both answers are in the decision."""
+    """With a table, the decision has the numbers of both answers."""
     table = build_table(SpotJob(72, 600.0, 8 * 3600.0, 600.0, 3.0, 1.0))
 
     proposal = meet_deadline(seen(OD, SPOT, left_h=12), DEADLINE, table=table)
@@ -127,7 +127,7 @@ def test_a_table_says_whether_spot_pays():
 
 
 def test_without_a_deadline_there_is_nothing_to_meet():
-    """It says so."""
+    """The reason names it."""
     got = decide(replace(seen(SPOT, OD), deadline_left_s=None), DEADLINE)
 
     assert got.reason == "the deadline policy needs a deadline"
@@ -135,7 +135,7 @@ def test_without_a_deadline_there_is_nothing_to_meet():
 
 @given(left_h=st.floats(-5, 40), work_h=st.floats(0.01, 30))
 def test_spot_is_never_kept_when_a_tick_could_not_be_lost(left_h, work_h):
-    """The guard as an invariant; once no move can keep the deadline, none is made for it."""
+    """The guard as an invariant; once no move can meet the deadline, the policy makes none for it."""
     slack = left_h * 3600 - work_h * 3600 - 600
     assume(abs(slack) > 1 and abs(slack - 600) > 1)
 
@@ -160,7 +160,7 @@ def in_phase(current, name, **more):
     ("name", "current", "target"), [("training", FOUR, EIGHT), ("evaluation", EIGHT, TWO)]
 )
 def test_four_eight_two(name, current, target):
-    """Loading on 4 nodes, training on 8, evaluation on 2, each once and no further."""
+    """Loading on 4 nodes, training on 8, evaluation on 2: one move each."""
     got = decide(in_phase(current, name), PHASES)
 
     assert (got.action, got.target) == ("move", target)
@@ -182,7 +182,7 @@ def test_a_smaller_need_waits_for_its_phase():
 
 
 def test_a_phase_shorter_than_its_moves_is_passed_over_with_the_reason():
-    """Evaluation for five minutes, moves of ten."""
+    """Evaluation takes five minutes, moves take ten."""
     got = decide(in_phase(EIGHT, "evaluation", phase_lasts_s={"evaluation": 300.0}), PHASES)
 
     assert got.action == "keep"
@@ -197,7 +197,7 @@ def test_a_phase_that_saves_less_than_its_moves_is_passed_over():
 
 
 def test_the_end_of_a_long_phase_is_passed_over():
-    """Of ten hours of evaluation one minute is left."""
+    """One minute of a ten-hour evaluation is left."""
     got = decide(
         in_phase(
             EIGHT, "evaluation", next_phase="training", next_phase_in_s=60.0,
@@ -212,7 +212,7 @@ def test_the_end_of_a_long_phase_is_passed_over():
 
 @pytest.mark.parametrize("left_s", [900.0, 300.0, 0.0])
 def test_what_was_met_in_time_is_kept_until_its_phase_begins(left_s):
-    """Eight nodes were taken for training; loading, which needs four, goes on, longer than last time too."""
+    """Eight nodes are allocated for training while loading, which needs four, takes longer than last time."""
     facts = {"next_phase": "training", "next_phase_in_s": left_s, "phase_lasts_s": {"loading": 36_000.0}}
 
     got = decide(in_phase(EIGHT, "loading", **facts), PHASES)
@@ -221,14 +221,14 @@ def test_what_was_met_in_time_is_kept_until_its_phase_begins(left_s):
 
 
 def test_a_phase_that_goes_on_for_longer_than_last_time_still_gets_what_it_needs():
-    """Training on two nodes; evaluation, for which they would do, was to begin by now."""
+    """Training is on two nodes; evaluation, which needs only those, should have begun."""
     facts = {"next_phase": "evaluation", "next_phase_in_s": 0.0, "phase_lasts_s": {"training": 36_000.0}}
 
     assert decide(in_phase(TWO, "training", **facts), PHASES).target == EIGHT
 
 
 def test_a_phase_is_told_from_the_gpus_when_nobody_announces_it():
-    """Four looks at 85 % are training."""
+    """Four samples at 85 % mean training."""
     samples = tuple(Sample(9_900.0 + 10 * at, 0, "gpu0_utilization_percent", 85.0) for at in range(4))
 
     got = decide(in_phase(FOUR, None, samples=samples), PHASES)
@@ -238,7 +238,7 @@ def test_a_phase_is_told_from_the_gpus_when_nobody_announces_it():
 
 
 def test_a_phase_that_needs_larger_gpus_gets_them():
-    """Full fine-tuning asks for 80 GB."""
+    """Full fine-tuning requires 80 GB."""
     policy = replace(PHASES, phases=(PhaseNeed("full-finetune", None, 80.0),))
     large = on(gpu_gb=80.0, usd=6.0, kind="p4de")
 
@@ -248,7 +248,7 @@ def test_a_phase_that_needs_larger_gpus_gets_them():
 
 
 def test_a_phase_that_needs_nothing_is_refused():
-    """At birth."""
+    """The constructor rejects it."""
     with pytest.raises(ValueError, match="needs nodes or gpu_memory_gb"):
         PhaseNeed("training")
 
@@ -258,14 +258,14 @@ BIG, SMALL = on(memory=64.0, usd=4.0, kind="big"), on(memory=16.0, usd=2.0, kind
 
 
 def using(memory_gib, current=OD, **more):
-    """A stage whose memory was *memory_gib(i)* at look i, every 30 s up to now."""
+    """A stage whose memory is *memory_gib(i)* at sample i, every 30 s up to now."""
     looks = range(41)
     samples = tuple(Sample(8_800.0 + 30 * at, 0, "memory_bytes", memory_gib(at) * GIB) for at in looks)
     return seen(current, BIG, SMALL, samples=samples, **{"deadline_left_s": None, **more})
 
 
 def test_memory_that_stays_high_is_raised():
-    """30 of 32 GiB for five minutes, swinging down to 29: judged by the peak."""
+    """30 of 32 GiB for five minutes, with dips to 29: the peak decides."""
     got = decide(using(lambda at: 30.0 - at % 2), VERTICAL)
 
     assert (got.action, got.target) == ("move", BIG)
@@ -282,7 +282,7 @@ def test_memory_that_stays_low_is_lowered_after_longer():
     "other", [BIG, on(memory=16.0, cpus=32.0, usd=5.0, kind="many-cores")], ids=["larger", "dearer"]
 )
 def test_too_much_memory_never_leads_to_a_larger_or_dearer_machine(other):
-    """10 of 32 GiB for twenty minutes, and nothing smaller is offered."""
+    """10 of 32 GiB for twenty minutes, and no smaller machine is offered."""
     got = decide(replace(using(lambda _at: 10.0), candidates=(OD, other)), VERTICAL)
 
     assert (got.action, got.target) == ("keep", OD)
@@ -290,7 +290,7 @@ def test_too_much_memory_never_leads_to_a_larger_or_dearer_machine(other):
 
 
 def test_of_machines_alike_one_of_unknown_price_comes_last():
-    """Unknown is not free, whatever the names."""
+    """An unknown price does not count as free; names do not matter."""
     unknown = on(memory=64.0, usd=None, kind="a-big")
 
     got = decide(replace(using(lambda _at: 30.0), candidates=(unknown, OD, BIG)), VERTICAL)
@@ -326,7 +326,7 @@ def rising(looks, *, limit_gib, current, per_look=0.18, first=0.02, **more):
 
 
 def test_a_rise_too_steep_for_more_looks_is_met_at_the_third():
-    """6 MiB/s towards 512 MiB is over after 85 s: three looks are all that there are (D8)."""
+    """6 MiB/s reach 512 MiB after 85 s: there are only three samples (D8)."""
     half = on(memory=0.5, usd=0.1, kind="half")
     policy = replace(VERTICAL, warmup_s=0.0)
 
@@ -338,14 +338,14 @@ def test_a_rise_too_steep_for_more_looks_is_met_at_the_third():
 
 
 def test_the_time_to_the_limit_goes_by_the_nodes_own_limit():
-    """The machine has 32 GiB, the node is killed at 4 (D8)."""
+    """The machine has 32 GiB, but the node is OOM-killed at 4 (D8)."""
     got = decide(rising(8, limit_gib=4.0, per_look=0.4, first=1.0, current=OD), VERTICAL)
 
     assert got.numbers["time_to_out_of_memory_s"] == pytest.approx(15.0)
 
 
 def test_at_the_limit_of_the_spec_the_way_out_is_named():
-    """No other machine gives more than resources.limits.memory: nothing is moved, and it is said (D8)."""
+    """No machine gives more than resources.limits.memory: the stage stays, and the reason names it (D8)."""
     policy = replace(VERTICAL, memory_cap_gib=4.0)
 
     got = decide(rising(8, limit_gib=4.0, per_look=0.4, first=1.0, current=OD), policy)
@@ -355,7 +355,7 @@ def test_at_the_limit_of_the_spec_the_way_out_is_named():
 
 
 def test_the_limit_of_the_spec_is_the_policys_cap():
-    """As the pod will have it (D8)."""
+    """The cap is the pod's memory limit (D8)."""
     body = {"version": "v1", "name": "s", "entrypoint": ["x"], "resources": {"limits": {"memory": "512Mi"}}}
     spec = EnvSpec.from_dict({**body, "scaling": {"policy": "vertical"}})
 
@@ -369,7 +369,7 @@ def test_no_rise_no_forecast():
 
 
 def test_the_gpu_is_never_changed():
-    """A machine with more memory and other GPUs is no candidate."""
+    """A machine with more memory but other GPUs is not a candidate."""
     other = Allocation(replace(BIG.offer, gpu_name="A100", instance_type="other"), 1)
 
     got = decide(replace(using(lambda _at: 31.0), candidates=(other,)), VERTICAL)
@@ -379,7 +379,7 @@ def test_the_gpu_is_never_changed():
 
 @pytest.mark.parametrize("policy", [DEADLINE, PHASES, VERTICAL], ids=lambda policy: policy.name)
 def test_missing_facts_keep_with_a_reason_and_every_check_can_be_replayed(policy):
-    """Nothing is known: keep, say why, and decide the same from the record."""
+    """Nothing is known: keep, name the reason, and repeat the decision from the record."""
     blind = Observation(OD, candidates=(SPOT, EIGHT, BIG))
 
     got = decide(blind, policy)
@@ -392,7 +392,7 @@ def test_missing_facts_keep_with_a_reason_and_every_check_can_be_replayed(policy
 
 
 def test_a_forecast_can_be_a_condition():
-    """GPU above 85 % and still above in five minutes: falling fast, it is not."""
+    """GPU above 85 % and still above in five minutes: it falls too fast for that."""
     rule = ThresholdRule("gpu_utilization", above=85.0, below=None, samples=3, ahead_s=300.0)
     policy = Policy("threshold", max_nodes=2, stabilization_s=0.0, rules=(rule,))
 
@@ -407,7 +407,7 @@ def test_a_forecast_can_be_a_condition():
 
 @pytest.mark.parametrize(("load", "nodes", "spot"), [(95.0, 5, 3), (10.0, 3, 1), (10.0, 2, 0)])
 def test_rules_change_the_spot_nodes_of_a_mixed_allocation(load, nodes, spot):
-    """Two nodes stay on demand; without any on spot it is a plain allocation."""
+    """Two nodes stay on demand; without any on spot the allocation is not mixed."""
     here = Allocation(OD.offer, 4, rest=SPOT.offer, rest_nodes=2)
     step = abs(nodes - here.nodes)
     samples = tuple(
@@ -426,7 +426,7 @@ def test_rules_change_the_spot_nodes_of_a_mixed_allocation(load, nodes, spot):
 
 
 def test_all_of_several_conditions_can_be_asked_for():
-    """GPU is busy and memory is not: any says out, all says keep."""
+    """The GPU is busy and memory is not: ``any`` scales out, ``all`` keeps."""
     rules = tuple(
         ThresholdRule(name, above=80.0, below=None, samples=1) for name in ("gpu_utilization", "queue")
     )
@@ -450,7 +450,7 @@ def test_all_of_several_conditions_can_be_asked_for():
     ],
 )
 def test_all_are_those_of_one_direction(gpu, queue, nodes):
-    """A spec has a rule for out and one for in; those for in do not ask for more, and hold nobody back."""
+    """A spec has a rule for out and one for in; the rule for in has no say in scaling out."""
     spec = EnvSpec.from_dict(
         {
             "version": "v1",
@@ -489,12 +489,12 @@ def test_the_interval_between_checkpoints_is_dalys():
 
 @given(save=st.floats(1, 1e4), rate=st.floats(1e-3, 100))
 def test_more_losses_never_lengthen_the_interval(save, rate):
-    """Shorter when losses come twice as often."""
+    """It is shorter when losses are twice as frequent."""
     assert checkpoint_interval_s(save, 2 * rate) <= checkpoint_interval_s(save, rate) + 1e-6
 
 
 def test_a_price_above_its_recent_level_raises_the_risk():
-    """By its own level, bounded, and unknown is 1."""
+    """The zone's own level decides, within bounds; an unknown price gives 1."""
     assert price_risk(1.02, [1.0] * 9) == pytest.approx(1.25, abs=0.01)
     assert price_risk(0.9, [1.0] * 9) == 0.5
     assert price_risk(9.0, [1.0] * 9) == 4.0
@@ -518,7 +518,7 @@ def test_a_move_keeps_the_least_speed():
 
 
 def test_safety_goes_before_the_least_speed():
-    """A deadline that asks for on-demand at once is not held back by min_speed."""
+    """min_speed does not block a deadline's urgent move to on-demand."""
     facts = seen(SPOT, OD, left_h=8.3)
 
     assert decide(facts, replace(DEADLINE, min_speed=1.0)).target == OD

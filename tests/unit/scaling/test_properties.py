@@ -1,4 +1,4 @@
-"""Whatever is observed: properties that every decision has."""
+"""Properties that every decision has, for any observation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ policies = st.builds(
 
 @st.composite
 def observations(draw: st.DrawFn) -> Observation:
-    """Anything that can be seen, most of it often unknown."""
+    """Any possible observation, in which most facts are often unknown."""
     here, others = draw(allocations), draw(st.lists(allocations, max_size=5))
     names = st.sampled_from(sorted({item.name for item in [here, *others]}))
     checks, metric = draw(st.integers(0, 4)), st.floats(0, 100)
@@ -95,7 +95,7 @@ def observations(draw: st.DrawFn) -> Observation:
 
 @st.composite
 def movable(draw: st.DrawFn) -> Observation:
-    """All that is needed is known, so that moves are common."""
+    """All required facts are known, so that moves are common."""
     seen = draw(observations())
     candidates = (*seen.candidates, draw(allocations), draw(allocations))
     names = {item.name for item in [seen.current, *candidates]}
@@ -128,7 +128,7 @@ eager = policies.map(
 @unhurried
 @given(cases, policies)
 def test_a_move_is_within_every_limit(seen, policy):
-    """Nodes, what is free, cool-down, one action, health; budget unless it saves."""
+    """Nodes, free capacity, cooldown, one action at a time, health; budget unless it saves."""
     got = decide(seen, policy)
 
     assert got.reason
@@ -162,7 +162,7 @@ def test_a_move_never_breaks_the_budget(seen, policy):
 @unhurried
 @given(cases, policies)
 def test_a_move_by_cost_beats_staying_by_the_tolerance(seen, policy):
-    """Without a deadline, the objective decides and nothing else."""
+    """Without a deadline, only the objective decides."""
     got = decide(replace(seen, deadline_left_s=None), replace(policy, name="cost-to-finish"))
 
     if got.action != "keep":
@@ -188,7 +188,7 @@ def test_the_order_of_offers_does_not_matter(seen, policy, random):
 @unhurried
 @given(cases, policies)
 def test_a_recorded_check_gives_the_recorded_decision(seen, policy):
-    """Through JSON without NaN, and decided again."""
+    """The check round-trips through JSON without NaN, and the decision is repeated."""
     check = Check(seen, policy, decide(seen, policy))
 
     again = Check.from_dict(json.loads(json.dumps(check.to_dict(), allow_nan=False)))
@@ -200,7 +200,7 @@ def test_a_recorded_check_gives_the_recorded_decision(seen, policy):
 @unhurried
 @given(movable(), eager | policies)
 def test_what_was_decided_is_validated_on_the_same_facts(seen, policy):
-    """The owner who sees the same says yes."""
+    """An owner with the same facts accepts it."""
     got = decide(seen, policy)
     if got.action != "move":
         return
@@ -213,7 +213,7 @@ def test_what_was_decided_is_validated_on_the_same_facts(seen, policy):
 @unhurried
 @given(movable(), eager, st.floats(0, 1))
 def test_a_lower_price_never_undoes_a_move(seen, policy, factor):
-    """Monotone in price: the target of a move, made cheaper, is still moved to."""
+    """Monotone in price: if the target of a move is cheaper, the stage still moves there."""
     got = decide(seen, policy)
     if got.action != "move" or got.target.offer == seen.current.offer:
         return
@@ -228,7 +228,7 @@ def test_a_lower_price_never_undoes_a_move(seen, policy, factor):
 @unhurried
 @given(cases, policies, st.floats(1, 10))
 def test_a_higher_price_never_makes_a_move(seen, policy, factor):
-    """Monotone in price: what was kept at the lower price of the others is kept at a higher one."""
+    """Monotone in price: if the others cost more, a stage that stays still stays."""
     policy, seen = replace(policy, name="cost-to-finish"), replace(seen, deadline_left_s=None)
     assume(decide(seen, policy).action == "keep")
 
@@ -253,7 +253,7 @@ def test_a_higher_price_never_makes_a_move(seen, policy, factor):
     noise=st.lists(st.floats(0.9, 1.1), min_size=40, max_size=40),
 )
 def test_a_stationary_noisy_job_does_not_flap(prior, truth, price, value, noise):
-    """Speeds within 10 % of the truth, no cool-down: out and back at most, and then at rest."""
+    """Speeds within 10 % of the truth, no cooldown: at most one move out and back."""
     small, large = allocation("a", 1, 1.0), allocation("b", 1, price)
     true = {small.name: 1.0, large.name: truth}
     policy = Policy(
@@ -283,7 +283,7 @@ def test_a_stationary_noisy_job_does_not_flap(prior, truth, price, value, noise)
 @unhurried
 @given(st.lists(st.floats(30, 90), min_size=30, max_size=30), st.integers(1, 8))
 def test_a_stationary_noisy_load_does_not_flap(load, nodes):
-    """Noise around one load (60 per node at *nodes*): after a first settling, no way back and forth."""
+    """Noise around one load (60 per node at *nodes*): after the first change, no moves back and forth."""
     policy = Policy(
         name="threshold", max_nodes=16, stabilization_s=0, cooldown_s=0, rules=(ThresholdRule("m"),)
     )
@@ -317,7 +317,7 @@ def test_a_stationary_noisy_load_does_not_flap(load, nodes):
     ),
 )
 def test_an_estimate_holds_together(units, speed, price, value, rate, extra):
-    """Low, expected and high in order; parts add up; the objective is its formula."""
+    """Low, expected and high are in order; parts add up; the objective follows its formula."""
     got = estimate(
         units,
         speed,
@@ -347,7 +347,7 @@ any_policy = st.builds(
 
 @st.composite
 def any_case(draw):
-    """What every policy looks at: phases, memory that grows, spot and on-demand."""
+    """Inputs of every policy: phases, growing memory, spot and on-demand."""
     found = draw(cases)
     capacity = st.sampled_from(["spot", "on-demand"])
 
@@ -377,7 +377,7 @@ def any_case(draw):
 @unhurried
 @given(any_case(), any_policy)
 def test_no_policy_leaves_the_limits_or_moves_without_a_reason(seen, policy):
-    """Also what is urgent: nodes, what is free, health, phase, one action at a time, budget."""
+    """Urgent moves too: nodes, free capacity, health, phase, one action at a time, budget."""
     got = decide(seen, policy)
 
     assert got.reason
@@ -411,7 +411,7 @@ def test_for_no_policy_the_order_of_offers_matters(seen, policy, random):
 @unhurried
 @given(any_case(), any_policy)
 def test_every_policy_keeps_when_nothing_is_known(seen, policy):
-    """No metric, no speed, no phase, no deadline: keep, and say why."""
+    """No metric, no speed, no phase, no deadline: keep, and name the reason."""
     blind = replace(
         seen, samples=(), speeds={}, speedups=(), training_phase=None, next_phase=None,
         deadline_left_s=None, units_done=None, wanted={},

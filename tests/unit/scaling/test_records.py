@@ -1,4 +1,4 @@
-"""What a decision is made from, and what is recorded of it: read back, folded, explained, refused."""
+"""The inputs and the record of a decision: read back, folded, explained, rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from envscaler_airflow.scaling import (
 
 
 def test_a_recorded_check_decides_the_same_again():
-    """Through JSON and back, the observation gives the recorded decision."""
+    """After a JSON round trip the observation gives the recorded decision."""
     check = Check(SEEN, NOW, decide(SEEN, NOW))
     line = json.dumps(check.to_dict(), allow_nan=False)
 
@@ -37,7 +37,7 @@ def test_a_recorded_check_decides_the_same_again():
 
 
 def test_memory_is_a_fold_of_the_checks():
-    """Wishes and speeds outlive a restart; a new generation begins with none."""
+    """Wanted moves and speeds survive a restart; a new generation starts with none."""
     patient = Policy(stabilization_s=60)
     one = replace(SEEN, elapsed_s=5)
     two = replace(SEEN, elapsed_s=35, current=LARGE, speeds={LARGE.name: ONE_A_SECOND})
@@ -57,7 +57,7 @@ def test_memory_is_a_fold_of_the_checks():
 
 
 def test_explains_in_words():
-    """What a person reads of a check."""
+    """The human-readable text of a check."""
     seen = replace(SEEN, spent_usd=1.0, budget_usd=50.0)
 
     assert explain(Check(seen, NOW, decide(seen, NOW))).splitlines() == [
@@ -87,7 +87,7 @@ def test_explains_in_words():
     ids="-".join,
 )
 def test_numbers_of_another_form_are_still_explained(numbers):
-    """Another package's policy, or another version, calls something else by a name of ours."""
+    """Another package's policy, or another version, uses one of our names for something else."""
     decided = replace(decide(SEEN, NOW), numbers={**numbers, "mine": 4.5})
 
     lines = explain(Check(SEEN, NOW, decided)).splitlines()
@@ -97,7 +97,7 @@ def test_numbers_of_another_form_are_still_explained(numbers):
 
 
 def test_work_is_counted_in_what_the_training_reports():
-    """Steps when their total is known, else epochs, else nothing to hope for."""
+    """Steps when their total is known, otherwise epochs, otherwise unknown."""
     assert work_of(Progress(step=5, total_steps=9, epoch=1, epochs=2)).to_dict() == {
         "unit": "steps",
         "done": 5.0,
@@ -109,7 +109,7 @@ def test_work_is_counted_in_what_the_training_reports():
 
 
 def test_metrics_that_are_no_numbers_are_missing():
-    """A NaN from a broken sampler is left out, and cannot be made."""
+    """A NaN from a broken sampler is omitted, and a sample with it is rejected."""
     usage = {"cpu_percent": float("nan"), "gpu_percent": 7.0, "disk": None, "queue": 1.7e308}
 
     assert usage_samples(3, 0, usage) == (Sample(3, 0, "gpu_percent", 7.0),)
@@ -120,7 +120,7 @@ def test_metrics_that_are_no_numbers_are_missing():
 
 
 def test_old_samples_are_dropped():
-    """An observation carries the window only."""
+    """An observation contains only the window."""
     old, new = Sample(0, 0, "m", 1.0), Sample(90, 0, "m", 2.0)
 
     assert recent([old, new], now_s=100, window_s=10) == (new,)
@@ -129,7 +129,7 @@ def test_old_samples_are_dropped():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 @pytest.mark.parametrize("field", ["elapsed_s", "units_done", "units_total", "spent_usd", "since_move_s"])
 def test_an_observation_with_nonsense_cannot_exist(field, bad):
-    """NaN compares false with everything, so it must not reach a comparison."""
+    """Every comparison with NaN is false, so it must not reach one."""
     with pytest.raises(ValueError, match=field):
         replace(SEEN, **{field: bad})
 
@@ -143,13 +143,13 @@ def test_an_observation_with_nonsense_cannot_exist(field, bad):
     ],
 )
 def test_a_policy_with_nonsense_cannot_exist(fields, message):
-    """Refused at birth, where the spec can still be named."""
+    """The constructor rejects it, where the error can still name the spec."""
     with pytest.raises(ValueError, match=message):
         Policy(**fields)
 
 
 def test_a_decision_from_text_is_checked():
-    """What is read back is data: wrong types are refused by name."""
+    """A record is data: the error names fields of a wrong type."""
     with pytest.raises(ValueError, match=r"Decision.action: got 'dance', expected"):
         Decision.from_dict({"action": "dance", "target": SMALL.to_dict(), "reason": ""})
     with pytest.raises(ValueError, match=r"Decision: .*missing"):

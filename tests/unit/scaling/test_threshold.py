@@ -1,4 +1,4 @@
-"""Threshold rules: out above 80 for three checks, in below 40, by default."""
+"""Threshold rules: by default, out above 80 for three checks, in below 40."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def nodes_after(observation: Observation, policy: Policy = POLICY) -> int:
     ],
 )
 def test_scales_on_three_checks_in_a_row(values, nodes):
-    """More than 80 three times: one more; less than 40 three times: one fewer."""
+    """Above 80 three times: one node more; below 40 three times: one node fewer."""
     assert nodes_after(seen(values)) == nodes
 
 
 def test_says_what_was_seen():
-    """The reason holds the value and the bound."""
+    """The reason contains the value and the bound."""
     got = decide(seen([10, 85, 85.5, 90]), POLICY)
 
     assert got == Decision(
@@ -81,14 +81,14 @@ def test_does_not_scale_in_where_it_would_come_back():
 
 
 def test_stays_within_the_limits():
-    """Four is the most and one the least."""
+    """Four nodes are the maximum and one is the minimum."""
     assert nodes_after(seen([99] * 3, nodes=4)) == 4
     assert nodes_after(seen([1] * 3, nodes=1)) == 1
     assert decide(seen([99] * 3, nodes=4), POLICY).reason.endswith("and 4 nodes is the limit")
 
 
 def test_a_step_of_two_is_cut_at_the_maximum():
-    """Three and two make five, four are allowed."""
+    """Three and two make five, but the maximum is four."""
     assert nodes_after(seen([99] * 3, nodes=3), replace(POLICY, rules=(replace(GPU, step=2),))) == 4
 
 
@@ -121,7 +121,7 @@ def test_gpus_of_a_node_are_averaged():
 
 
 def test_a_node_that_says_nothing_breaks_the_row():
-    """The middle check lacks node 1: it is not three in a row."""
+    """The middle check lacks node 1, so there are not three in a row."""
     full = seen([99.0] * 3)
     holed = replace(full, samples=tuple(item for item in full.samples if (item.at_s, item.node) != (30.0, 1)))
 
@@ -131,27 +131,27 @@ def test_a_node_that_says_nothing_breaks_the_row():
 
 
 def test_a_missing_metric_keeps():
-    """Nothing is known: nothing is done."""
+    """Without data the stage stays."""
     got = decide(seen([]), POLICY)
 
     assert (got.action, got.reason) == ("keep", "gpu*_percent is missing: not given by all of 2 nodes")
 
 
 def test_old_metrics_are_missing():
-    """Two minutes without a new value are no value."""
+    """After two minutes without a new value the metric is missing."""
     assert decide(replace(seen([99] * 3), elapsed_s=181.0), POLICY).action == "keep"
     assert decide(replace(seen([99] * 3), elapsed_s=180.0), POLICY).action == "move"
 
 
 def test_metrics_from_before_the_move_do_not_count():
-    """What three nodes showed says nothing of two."""
+    """Metrics of three nodes do not apply to two."""
     moved = seen([99] * 3, moves=1, since_move_s=20.0)
 
     assert decide(moved, replace(POLICY, cooldown_s=0)).reason == "gpu*_percent was seen in 1 checks of 3"
 
 
 def test_one_rule_scales_out_all_must_agree_to_scale_in():
-    """The larger wish wins; a missing metric never scales in."""
+    """The larger number of nodes wins; a missing metric never scales in."""
     cpu = ThresholdRule("cpu_percent")
     both = replace(POLICY, rules=(GPU, cpu))
     idle = seen([1] * 3)
@@ -169,14 +169,14 @@ OUT, IN = ThresholdRule("gpu_utilization", below=None), ThresholdRule("gpu_utili
 
 @pytest.mark.parametrize(("value", "nodes"), [(81, 3), (60, 2), (39, 1)])
 def test_rules_for_one_direction_leave_the_other_alone(value, nodes):
-    """One rule for out and one for in are as good as both in one."""
+    """One rule for out and one for in are equivalent to one rule for both."""
     observation = seen([value] * 3, metric="gpu0_utilization_percent")
 
     assert nodes_after(observation, replace(POLICY, rules=(OUT, IN))) == nodes
 
 
 def test_the_other_direction_s_bound_is_looked_at():
-    """Below 50 says in, and 45 on two would be 90 on one, where the other rule says out."""
+    """Below 50 requests in, but 45 on two would be 90 on one, where the other rule requests out."""
     observation = seen([45] * 3, metric="gpu0_utilization_percent")
 
     got = decide(observation, replace(POLICY, rules=(OUT, replace(IN, below=50))))
@@ -199,7 +199,7 @@ def test_cpu_utilization_is_of_the_node():
 
 
 def test_only_whole_model_parallel_groups():
-    """Copies of the model on two nodes each: three nodes hold one and a half."""
+    """Each copy of the model uses two nodes: three nodes fit one and a half."""
     grouped = replace(POLICY, model_parallel=2)
 
     assert nodes_after(seen([99] * 3), grouped) == 2
@@ -218,7 +218,7 @@ def test_only_whole_model_parallel_groups():
     ],
 )
 def test_holds_a_metric_at_a_target(values, nodes):
-    """HPA: nodes * value / 50, rounded up; within a tenth of 50 nothing is done."""
+    """HPA: nodes * value / 50, rounded up; within a tenth of 50 nothing changes."""
     rule = ThresholdRule("gpu0_percent", target=50)
 
     assert nodes_after(seen(values), replace(POLICY, rules=(rule,))) == nodes
@@ -255,7 +255,7 @@ def test_a_deadline_counts_fewer_nodes_as_slower():
 
 
 def test_a_policy_without_rules_keeps():
-    """No rule, no move; said so."""
+    """Without a rule there is no move, and the reason names it."""
     assert threshold(seen([99] * 3), replace(POLICY, rules=())).reason == "the threshold policy has no rules"
 
 
@@ -269,6 +269,6 @@ def test_a_policy_without_rules_keeps():
     ],
 )
 def test_a_rule_with_nonsense_cannot_exist(fields, message):
-    """A rule that would flap by itself is refused."""
+    """A rule that would flap on its own is rejected."""
     with pytest.raises(ValueError, match=message):
         ThresholdRule("m", **fields)

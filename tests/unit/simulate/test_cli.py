@@ -1,4 +1,4 @@
-"""``envscaler simulate``: reports that tools can read, and faults that name the option."""
+"""``envscaler simulate``: machine-readable reports, and errors that name the option."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def run(*arguments):
 
 
 def test_spot_prints_jobs_and_a_summary():
-    """Every start of the set, with the fields that are promised."""
+    """Every start of the set, with the documented fields."""
     got = run("spot", *TRACES, "--policy", "uniform-progress", "--json")
 
     report = json.loads(got.stdout)
@@ -88,7 +88,7 @@ def test_faults_name_the_option_and_what_there_is(arguments, message):
 
 
 def test_a_run_is_replayed_though_its_policy_is_not_installed_here(tmp_path):
-    """By another policy; its own one is named in one line."""
+    """Another policy replays it; one line names the run's own policy."""
     store, here = open_store(f"file://{tmp_path}"), Allocation(cpu_offer(1))
     check_store(store)
     log = DecisionLog(store, "dep/dag/run/train/-1", writer="sensor", monotonic=lambda: 0.0)
@@ -108,7 +108,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_broken_policy_of_another_package_fails_its_own_simulation_alone(monkeypatch):
-    """Ours run, by their own names too; the broken one is named in one line."""
+    """Built-in policies run, also by their own names; one line names the broken one."""
     with forgotten():
         bring(monkeypatch, broken=lambda: 1 / 0, greedy=lambda: 1 / 0)
         ours = run("spot", *TRACES, "--policy", "greedy")
@@ -122,7 +122,7 @@ def test_a_broken_policy_of_another_package_fails_its_own_simulation_alone(monke
 
 @pytest.mark.parametrize("name", ["job.png", "job", "job.what"])
 def test_a_spot_job_is_drawn(tmp_path, name):
-    """Availability of every zone, and what was run: a PNG with something in it, whatever it is called."""
+    """Availability of every zone, and what was run: a nonempty PNG under any file name."""
     path = tmp_path / name
 
     got = run("spot", *TRACES, "--zones", "us-central1-a,us-central1-b", "--plot", str(path))
@@ -133,7 +133,7 @@ def test_a_spot_job_is_drawn(tmp_path, name):
 
 
 def test_an_elastic_job_is_drawn(tmp_path):
-    """Where it ran."""
+    """The configurations that it ran on."""
     path = tmp_path / "job.png"
     asked = ["--models", "cifar10", "--types", "T4", "--value-of-hour", "4", "--seeds", "1"]
 

@@ -1,4 +1,4 @@
-"""The elastic model on a slice of measured trainings, and the learner behind cost-to-finish."""
+"""The elastic model on a subset of measured trainings, and the learner behind cost-to-finish."""
 
 import math
 from functools import cache
@@ -27,7 +27,7 @@ ONE = Shape("T4", 1, 1)
 
 @cache
 def models():
-    """Both models of the slice."""
+    """Both models of the subset."""
     return load_models(DATA, ["T4"])
 
 
@@ -37,7 +37,7 @@ def job(name, at=1.0, *, is_long=True):
 
 
 def test_only_packed_configurations_that_were_measured_are_taken():
-    """Five T4 are a full node and one more; spread ones are left out."""
+    """Five T4 are a full node and one more; spread ones are omitted."""
     configs = models()["cifar10"].steps
 
     assert Config("T4", 2, 5) in configs
@@ -56,7 +56,7 @@ def test_a_long_job_takes_what_the_comparison_says():
 @pytest.mark.parametrize("name", ["cifar10", "yolov3"])
 @pytest.mark.parametrize("at", [0.25, 16.0])
 def test_nothing_beats_the_optimum_by_more_than_a_fraction_of_an_epoch(name, at):
-    """The optimum switches at borders of epochs only; policies may switch within one."""
+    """The optimum switches only at epoch ends; policies may switch within an epoch."""
     item = job(name, at)
     optimum = elastic_optimum(item)
 
@@ -67,7 +67,7 @@ def test_nothing_beats_the_optimum_by_more_than_a_fraction_of_an_epoch(name, at)
 
 @pytest.mark.timeout(60)  # 4 s of a free core
 def test_cost_to_finish_comes_near_the_optimum():
-    """Two models, four values of an hour: within 12 % in the mean, and far ahead of the baselines."""
+    """Two models, four values of an hour: within 12 % on average, and far ahead of the baselines."""
     track = Track(False, True, {})
     regret = {}
     for name in ("cost-to-finish", "hpa", "pollux"):
@@ -79,7 +79,7 @@ def test_cost_to_finish_comes_near_the_optimum():
 
 
 def test_the_same_seed_gives_the_same_job():
-    """Noise comes from the seed alone."""
+    """Noise depends only on the seed."""
     first, again = (
         simulate_elastic(job("yolov3"), ELASTIC_POLICIES["cost-to-finish"](), seed=3) for _ in "ab"
     )
@@ -97,14 +97,14 @@ def test_a_gpu_without_a_price_is_refused(tmp_path):
 
 
 def learner():
-    """One T4, 100 samples a step: 1 s, none of it synchronisation."""
+    """One T4, 100 samples a step: 1 s, without synchronization."""
     found = Learner(100, 6400, {"T4": 320.0, "A100": 1600.0})
     found.learn(ONE, Measured(100, 1.0, 0.0, 50.0))
     return found
 
 
 def test_what_was_measured_stands():
-    """Gain 1 a second where it was."""
+    """The gain is 1 per second on the measured shape."""
     rate, stdev = learner().rate(ONE, 50.0)
 
     assert rate == pytest.approx(1.0, rel=0.2)
@@ -112,7 +112,7 @@ def test_what_was_measured_stands():
 
 
 def test_the_unknown_is_unsure_and_becomes_sure():
-    """Two nodes: unsure before they were tried, hardly afterwards; their neighbours are surer too."""
+    """Two nodes: uncertain before they were tried, hardly afterwards; neighbors become more certain too."""
     found, there, beside = learner(), Shape("T4", 2, 8), Shape("T4", 2, 7)
     before = found.rate(there, 50.0)[1], found.rate(beside, 50.0)[1]
 
@@ -136,20 +136,20 @@ def test_a_probe_is_not_worth_it_when_little_is_left():
 
 @given(batch=st.floats(1, 1e5), noise=st.floats(0, 1e6))
 def test_a_step_is_never_worth_more_than_its_samples(batch, noise):
-    """Gain lies between 1 and the ratio of batches."""
+    """The gain is between 1 and the ratio of batches."""
     low, high = sorted((1.0, batch / 100))
 
     assert low - 1e-9 <= gain(batch, 100, noise) <= high + 1e-9
 
 
 def test_noise_is_expected_to_grow():
-    """Over the work left it is larger than now; what is unknown stays unknown."""
+    """It is larger over the remaining work than now; an unknown one stays unknown."""
     assert foreseen(100.0) == 160.0
     assert foreseen(None) is None
 
 
 def test_what_was_measured_beats_the_model():
-    """400 samples in 8 s on four GPUs, whatever larger batches promise: 0.5 samples a second of each."""
+    """400 samples in 8 s on four GPUs, whether or not larger batches promise more: 0.5 a second of each."""
     found, four = learner(), Shape("T4", 1, 4)
 
     found.learn(four, Measured(400, 8.0, 0.1, 50.0))
@@ -158,9 +158,9 @@ def test_what_was_measured_beats_the_model():
 
 
 def test_a_batch_that_the_noise_asks_for_and_is_not_run_does_not_fit():
-    """At a noise of 5,000 twice the batch is twice the progress: that it stayed at 100 is the memory's limit.
+    """At a noise of 5,000 twice the batch is twice the progress: it stayed at 100 because of memory.
 
-    At a noise of 0.5 a batch of 100 was right, and says nothing of what fits.
+    At a noise of 0.5 a batch of 100 is right, and gives no information about what fits.
     """
     free, full = (Learner(100, 6400, {"T4": 320.0}) for _ in "ab")
     two = Shape("T4", 1, 2)
@@ -172,7 +172,7 @@ def test_a_batch_that_the_noise_asks_for_and_is_not_run_does_not_fit():
 
 
 def test_a_batch_that_is_bounded_by_the_user_says_nothing_of_memory():
-    """At most 120 may be asked for: running 100 is no sign that 120 do not fit on another type."""
+    """The limit is 120: running 100 does not mean that 120 do not fit on another type."""
     found = Learner(100, 120, {"T4": 320.0, "A100": 320.0})
 
     found.learn(ONE, Measured(100, 1.0, 0.0, 5000.0))
@@ -191,7 +191,7 @@ def test_half_of_synchronisation_is_hidden():
 
 
 def test_a_place_that_disappointed_is_not_tried_again_and_again():
-    """A training bound by its data: as fast on any count; each count is tried once at most, and it ends."""
+    """A training limited by its data is as fast on any count; it tries each count at most once and stops."""
     rows = (Step(100, 1.0, 0.01), Step(200, 1.9, 0.01), Step(400, 3.7, 0.01))
     steps = {Config("T4", -(-count // 4), count): rows for count in (1, 2, 4, 8)}
     flat = Model("flat", 100, 400, 50.0, steps, tuple(1000.0 * e for e in range(1, 51)), {100: (200.0,) * 50})

@@ -44,7 +44,7 @@ def test_an_episode_costs_what_the_simulator_says():
 
 
 def test_the_guard_overrules_a_policy_that_only_waits():
-    """Whatever a learner tries, the job is done in time."""
+    """The job finishes in time for any actions of a learner."""
     env = SpotEnv(lambda _random: (JOB, ZONES))
     seen, _ = env.reset(seed=1)
     is_done = False
@@ -56,7 +56,7 @@ def test_the_guard_overrules_a_policy_that_only_waits():
 
 
 def test_the_same_seed_begins_the_same_episode():
-    """Draws come from the seed."""
+    """The draws depend only on the seed."""
     env = SpotEnv(lambda random: (replace(JOB, spot_usd=random.random()), ZONES))
 
     first, again = env.reset(seed=5)[0], env.reset(seed=5)[0]
@@ -65,7 +65,7 @@ def test_the_same_seed_begins_the_same_episode():
 
 
 def local(cpus, usd):
-    """A slice of this machine."""
+    """A share of this machine."""
     return Allocation(Offer("local", "", f"cpu-{cpus}", "on-demand", cpus, 4.0, usd_per_hour=usd), 1)
 
 
@@ -84,7 +84,7 @@ def checks():
 
 
 def test_a_recorded_run_replays_as_it_was():
-    """The same policy: nothing differs and nothing is counterfactual."""
+    """With the same policy nothing differs and nothing is counterfactual."""
     report = replay_run(checks())
 
     assert report["summary"] == {
@@ -93,7 +93,7 @@ def test_a_recorded_run_replays_as_it_was():
 
 
 def test_another_policy_is_labelled_from_its_first_other_decision_on():
-    """Under vertical the stage would have stayed: all that follows is counterfactual."""
+    """Under vertical the stage would have stayed: everything after that is counterfactual."""
     report = replay_run(checks(), "vertical")
 
     assert report["summary"]["different"] == 3
@@ -102,7 +102,7 @@ def test_another_policy_is_labelled_from_its_first_other_decision_on():
 
 
 def test_our_policies_are_found_by_name():
-    """What other packages bring stands beside them."""
+    """Policies of other packages are listed with them."""
     assert {"cost-to-finish", "deadline", "phase", "threshold", "vertical"} <= set(all_policies())
 
 
@@ -122,10 +122,10 @@ class ToFour:
     """Moves once, to four GPUs."""
 
     def begin(self, job):
-        """Nothing to remember."""
+        """Nothing to store."""
 
     def choose(self, view):
-        """Four."""
+        """Return four GPUs."""
         return Config("T4", 1, 4)
 
 
@@ -147,7 +147,7 @@ def test_an_elastic_episode_costs_what_the_simulator_says():
 
 
 def test_the_same_seed_begins_the_same_elastic_episode():
-    """Noise comes from the seed alone."""
+    """Noise depends only on the seed."""
     env = ElasticEnv(lambda _random: TRAINING)
 
     assert env.reset(seed=3) == env.reset(seed=3)
@@ -155,7 +155,7 @@ def test_the_same_seed_begins_the_same_elastic_episode():
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """A package with a policy and a simulated one, installed where Python looks."""
+    """A package with a policy and a simulated one, installed on Python's path."""
     (tmp_path / "greedy_mover.py").write_text(
         "from envscaler_airflow.scaling import Proposal, ScalingPolicy, Want, outlook\n"
         "from envscaler_airflow.simulate.references import OnDemand\n"
@@ -179,7 +179,7 @@ def plugin(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("plugin")
 def test_a_policy_of_another_package_runs_behind_the_same_guards():
-    """It wants everything; nodes, pending requests and recommend-only hold it all the same."""
+    """It requests everything; nodes, pending requests and recommend-only still limit it."""
     known = all_policies()
     offer = Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0)
     one, two, nine = (Allocation(offer, nodes) for nodes in (1, 2, 9))
@@ -219,7 +219,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("said", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_of_another_package_moves_nothing_and_is_named(said, monkeypatch, tmp_path):
-    """Neither the check nor its record breaks, and no budget is passed by an estimate below nothing."""
+    """Neither the check nor its record breaks, and a negative estimate does not pass a budget."""
     offer = Offer("aws", "r", "m5", "on-demand", vcpus=4, memory_gib=16, usd_per_hour=1.0)
     here, two = (Allocation(offer, nodes) for nodes in (1, 2))
     seen = Observation(here, candidates=(two,), elapsed_s=600.0, budget_usd=1.0, spent_usd=5.0)
@@ -236,7 +236,7 @@ def test_nonsense_of_another_package_moves_nothing_and_is_named(said, monkeypatc
 
 @pytest.mark.usefixtures("plugin")
 def test_a_package_cannot_replace_a_policy_of_ours():
-    """The name ``deadline`` stays what it is; what is simulated is found too."""
+    """The name ``deadline`` still refers to ours; its simulated policy is found too."""
     known = all_policies()
 
     assert known["deadline"] is DEADLINE

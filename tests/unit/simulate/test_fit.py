@@ -1,4 +1,4 @@
-"""The files of fitted constants are what their command makes."""
+"""The files of fitted constants equal the output of their command."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def fit():
 
 @pytest.mark.timeout(90)
 def test_the_file_of_constants_is_made_by_its_command(fit):
-    """Fitted anew on the traces of 2023 and 2025; the last digit may differ between machines."""
+    """Fitted again on the traces of 2023 and 2025; the last digit may differ between machines."""
     made = fit.fit(fit.load(DATA))
 
     assert made
@@ -36,7 +36,7 @@ def test_the_file_of_constants_is_made_by_its_command(fit):
 
 @pytest.mark.timeout(90)
 def test_the_constants_of_figures_on_these_sets_are_made_by_it_too(fit):
-    """Each from parts that it is not measured on."""
+    """Each is fitted on parts that it is not measured on."""
     kept = json.loads(fit.HELD_OUT_FILE.read_text())
 
     made = fit.held_out(DATA)
@@ -48,7 +48,7 @@ def test_the_constants_of_figures_on_these_sets_are_made_by_it_too(fit):
 
 
 def test_no_constants_are_measured_on_what_they_were_fitted_on(fit):
-    """A quarter goes by the opposite one, both kinds of columns by the other half of the time."""
+    """A quarter uses the opposite one, and both kinds of columns use the other half of the time."""
     for part, parts in fit.MEASURED_ON.items():
         *column, half = part.split("-")
         assert parts
@@ -58,7 +58,7 @@ def test_no_constants_are_measured_on_what_they_were_fitted_on(fit):
 
 
 def test_a_part_has_a_model_of_its_own_and_no_part_has_the_shipped_one(fit):
-    """Regimes are as likely as the file says."""
+    """The probabilities of the regimes are those in the file."""
     assert fit.unseen("") == Hazard()
     assert fit.unseen("odd-late") != Hazard()
     assert sum(fit.unseen("odd-late").regimes) == pytest.approx(1, abs=1e-4)

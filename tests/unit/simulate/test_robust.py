@@ -1,4 +1,4 @@
-"""Files of the same form that nobody has seen: never late, and what is wrong is said."""
+"""Unseen files of the same form: no job is late, and errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WINDOWS = "dataset,zone,start_tick,n_ticks,gap_seconds\n"
 
 @st.composite
 def spot_cases(draw):
-    """A job that can just be done or has time, zones that may flap, be missing a probe or never be up."""
+    """A job that is barely feasible or has time, zones that may flap, lack a probe or never be up."""
     gap_s = draw(st.sampled_from([60.0, 195.0, 600.0, 777.5, 3600.0]))
     ticks = draw(st.integers(2, 30))
     overhead_s = draw(st.floats(0, 2.5)) * gap_s
@@ -50,7 +50,7 @@ def spot_cases(draw):
 @given(case=spot_cases(), ask=st.none() | st.sampled_from([0.0, 0.1, 0.7, 3.0]))
 @pytest.mark.timeout(60)
 def test_no_policy_is_late_or_cheaper_than_the_optimum(name, case, ask):
-    """One to four zones, seen or asked for, any tick, price and past: in time, and no optimum is beaten."""
+    """One to four zones, visible or not, any tick, price and past: in time, and never below the optimum."""
     job, zones, history, prices = case
     ask_s = None if ask is None else ask * job.gap_s
 
@@ -72,7 +72,7 @@ def simulate(*arguments):
 
 
 def spot(folder, traces, windows="t,a,0,312,600\n", *more):
-    """On a file of traces with one start."""
+    """Run it on a file of traces with one start."""
     (folder / "t.csv").write_text(traces, encoding="utf-8")
     (folder / "w.csv").write_text(WINDOWS + windows, encoding="utf-8")
     paths = ["--traces", folder / "t.csv", "--windows", folder / "w.csv"]
@@ -88,7 +88,7 @@ UP = "tick,a\n" + "".join(f"{tick},1\n" for tick in range(400))
     ids=["plain", "byte-order mark", "empty cell", "nan"],
 )
 def test_what_can_be_read_is(tmp_path, traces):
-    """A missing probe is no capacity, and no fault."""
+    """A missing probe means no capacity, and is not an error."""
     got = spot(tmp_path, traces)
 
     assert got.exit_code == 0, got.output
@@ -138,7 +138,7 @@ def test_a_price_that_is_none_is_refused(tmp_path, row):
 
 
 def test_no_work_has_no_ratio_to_its_optimum(tmp_path):
-    """Both cost nothing: the means are told, and no quotient of them."""
+    """Both cost nothing: the means are reported, but not their quotient."""
     got = spot(tmp_path, UP, "t,a,0,312,600\n", "--work-h", "0", "--optimum")
 
     assert got.exit_code == 0, got.output
@@ -148,7 +148,7 @@ def test_no_work_has_no_ratio_to_its_optimum(tmp_path):
 
 
 def test_what_is_drawn_is_the_job_that_is_told(tmp_path, monkeypatch):
-    """With prices that change: the cost under the picture is that of the report."""
+    """With changing prices: the cost under the plot is that of the report."""
     drawn = []
     monkeypatch.setattr(plots, "_save", lambda figure, _path: drawn.append(figure.axes[-1].get_xlabel()))
     prices = tmp_path / "p.csv"
@@ -163,7 +163,7 @@ def test_what_is_drawn_is_the_job_that_is_told(tmp_path, monkeypatch):
 
 
 def elastic(folder, change, *more):
-    """On the measured trainings, changed."""
+    """Run it on modified measured trainings."""
     profiles = folder / "profiles"
     shutil.copytree(ELASTIC, profiles, copy_function=shutil.copyfile)
     change(profiles)
@@ -172,7 +172,7 @@ def elastic(folder, change, *more):
 
 
 def facts(**new):
-    """Change what ``models.json`` says of cifar10; None removes."""
+    """Change the values of cifar10 in ``models.json``; None removes one."""
 
     def change(folder):
         known = json.loads((folder / "models.json").read_text())
@@ -226,7 +226,7 @@ def test_profiles_that_cannot_be_are_refused_with_a_reason(tmp_path, change, mor
     ids=["nan", "negative", "word", "count", "short", "binary"],
 )
 def test_a_price_of_a_gpu_that_is_none_is_refused(tmp_path, text):
-    """NaN never reaches a sum, and a fault is no traceback."""
+    """NaN never reaches a sum, and an error has no traceback."""
     prices = tmp_path / "p.csv"
     prices.write_bytes(b"gpu,gpus,usd_per_gpu_hour\n" + text)
 
@@ -250,7 +250,7 @@ def test_a_price_of_a_gpu_that_is_none_is_refused(tmp_path, text):
     ids=["empty", "nan", "fixed batch", "free restart", "dear restart", "little work", "dear hour"],
 )
 def test_odd_trainings_are_run(tmp_path, change, more):
-    """What was not measured is left out; regret stays a number."""
+    """Unmeasured shapes are omitted; regret is still a number."""
     got = elastic(tmp_path, change, *more)
 
     assert got.exit_code == 0, got.output

@@ -30,7 +30,7 @@ def traces_of(dataset):
 
 
 def references():
-    """Every row: job, availability from its start on, and what it should cost."""
+    """Every row: job, availability from its start on, and its expected cost."""
     with (DATA / "reference_costs.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             gap_s = FILES[row["dataset"]][1]
@@ -57,7 +57,7 @@ def test_costs_of_simple_policies_are_right_to_the_cent(policy, column):
 
 @pytest.mark.timeout(20)
 def test_uniform_progress_is_right_to_half_a_percent_in_the_mean():
-    """The line's last tick is read in more than one way; the mean is not."""
+    """The last tick of the line has several interpretations; the mean is unambiguous."""
     pairs = [
         (simulate_spot(job, zones, UniformProgress()), float(row["uniform_progress_usd"]))
         for job, zones, row in references()
@@ -80,17 +80,17 @@ def test_the_optimum_is_right_to_the_cent():
 
 
 class Contrary:
-    """Answers what it is told, whatever that does; the guard must save the job."""
+    """Returns the scripted answers regardless of their effect; the guard must save the job."""
 
     def __init__(self, answers):
-        """Answers in order."""
+        """Store the answers, in order."""
         self.answers = answers
 
     def begin(self, job, history):
-        """Nothing."""
+        """Nothing to store."""
 
     def choose(self, view):
-        """The next answer, round and round."""
+        """The next answer, in a cycle."""
         return self.answers[view.tick % len(self.answers)]
 
 
@@ -112,7 +112,7 @@ jobs = st.builds(
     answers=st.lists(st.sampled_from(["a", "b", ON_DEMAND, None]), min_size=1, max_size=7),
 )
 def test_no_job_is_ever_late(job, rows, answers):
-    """Whatever a policy answers and spot does, the guard brings the job home."""
+    """For any answers of a policy and any losses of spot, the guard finishes the job in time."""
     run = simulate_spot(job, {"a": rows[0], "b": rows[1]}, Contrary(answers))
 
     assert not run.is_late
@@ -158,7 +158,7 @@ def test_prices_hold_until_they_change():
 
 
 def test_a_table_survives_the_store():
-    """Bytes and back, and torn bytes are an error."""
+    """It round-trips through bytes, and torn bytes are an error."""
     job = SpotJob(20, 600, 6000, 300, 3.0, 1.0)
     table = build_table(job, others=Others(2, 0.5))
 
@@ -171,10 +171,10 @@ ASKED = SpotJob(30, 600.0, 10 * 600.0, 0.0, 3.0, 1.0)
 
 
 class AsksAll:
-    """Asks for a, then for b, then runs on-demand."""
+    """Requests a, then b, then runs on-demand."""
 
     def begin(self, job, history):
-        """Nothing to remember."""
+        """Nothing to store."""
         self.views = []
 
     def choose(self, view):
@@ -185,7 +185,7 @@ class AsksAll:
 
 
 def test_a_zone_is_known_only_by_asking_and_asking_takes_time():
-    """Zone a is down, b is up: 60 s each before b works; then b runs, and nothing is asked."""
+    """Zone a is down, b is up: 60 s each before b works; then b runs, without further requests."""
     policy = AsksAll()
 
     run = simulate_spot(ASKED, {"a": [0] * 30, "b": [1] * 30}, policy, ask_s=60.0)
@@ -201,7 +201,7 @@ def test_a_zone_is_known_only_by_asking_and_asking_takes_time():
 
 
 def test_on_demand_runs_on_while_a_zone_is_asked_for():
-    """Both are down: asked for in every tick, but only the first two asks find nothing running."""
+    """Both are down and requested in every tick, but only during the first two requests nothing runs."""
     run = simulate_spot(ASKED, {"a": [0] * 30, "b": [0] * 30}, AsksAll(), ask_s=60.0)
 
     assert run.finished_h * 3600 == pytest.approx(120 + 10 * 600)
@@ -211,7 +211,7 @@ def test_on_demand_runs_on_while_a_zone_is_asked_for():
 @pytest.mark.timeout(40)
 @pytest.mark.parametrize("policy", [DeadlinePolicy, UniformProgress])
 def test_what_takes_no_time_to_ask_costs_little_more_than_seeing(policy):
-    """Four starts of 2025 over three zones: within a tenth of seeing all, and dearer when asking is slow."""
+    """Four starts of 2025 over three zones: within a tenth of full visibility; slow requests cost more."""
     traces, job = traces_of("gcpH100_2025"), SpotJob(312, 600.0, 48 * 3600.0, 720.0, 3.06, 0.9731)
     names = ("us-central1-a", "us-central1-b", "us-east5-a")
 
@@ -238,7 +238,7 @@ def test_asking_delays_a_launch_that_takes_longer_than_a_tick():
 
 @pytest.mark.parametrize(("work_s", "is_taken"), [(331.5, True), (331.6, False)])
 def test_a_job_that_just_fits_is_not_refused_for_a_rounding_error(work_s, is_taken):
-    """3 ticks of 195 s hold 585 s, also where the sum of work and overhead comes out a last digit above."""
+    """3 ticks of 195 s have 585 s, also where the sum of work and overhead is above that by a last digit."""
     overhead_s = 585.0000000000001 - 331.5
 
     if is_taken:

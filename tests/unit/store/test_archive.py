@@ -29,7 +29,7 @@ def tree(folder):
 
 
 def packed(tmp_path, entries):
-    """An archive of hand-made tar entries, and its hash: what only an attacker writes."""
+    """An archive of hand-made tar entries, and its hash: content that only an attacker writes."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as tar:
         for info, data in entries:
@@ -48,7 +48,7 @@ def entry(name, kind=tarfile.REGTYPE, link=""):
 
 
 def shipped(tmp_path, folder, **options):
-    """What arrives of *folder*."""
+    """The unpacked content of *folder*."""
     archive = pack_workdir(folder, scratch=tmp_path, **options)
     target = tmp_path / "target"
     target.mkdir()
@@ -57,7 +57,7 @@ def shipped(tmp_path, folder, **options):
 
 
 def test_what_is_packed_arrives(tmp_path):
-    """Text, an executable and a link inside come back as they were."""
+    """Text, an executable and an internal link are unchanged."""
     folder = make(tmp_path / "work", {"train.py": "go", "lib/a.py": "a", "run.sh": "#!"})
     (folder / "run.sh").chmod(0o700)
     (folder / "lib/b.py").symlink_to("../train.py")
@@ -71,7 +71,7 @@ def test_what_is_packed_arrives(tmp_path):
 
 
 def test_equal_content_gives_an_equal_hash(tmp_path):
-    """Times, order of creation and group bits carry nothing; one byte does."""
+    """Times, order of creation and group bits do not count; one byte does."""
     one = make(tmp_path / "one", {"a": "1", "b/c": "2"})
     two = make(tmp_path / "two", {"b/c": "2", "a": "1"})
     os.utime(two / "a", (1, 1))
@@ -86,7 +86,7 @@ def test_equal_content_gives_an_equal_hash(tmp_path):
 
 
 def test_gitignore_is_followed_as_git_does(tmp_path):
-    """Nested rules win over outer ones, ``!`` takes back, and an ignored folder is not entered."""
+    """Nested rules override outer ones, ``!`` re-includes, and an ignored folder is not entered."""
     folder = make(
         tmp_path / "work",
         {
@@ -109,7 +109,7 @@ def test_gitignore_is_followed_as_git_does(tmp_path):
 
 
 def test_rules_above_the_workdir_count_up_to_the_repository(tmp_path):
-    """A workdir that is a folder of a repository is packed by the repository's rules."""
+    """A workdir inside a repository is packed by the repository's rules."""
     make(tmp_path, {"repo/.git/HEAD": "x", "repo/.gitignore": "*.log\n", ".gitignore": "*.py\n"})
     folder = make(tmp_path / "repo/work", {"train.py": "go", "run.log": "x"})
 
@@ -125,7 +125,7 @@ def test_a_workdir_that_is_itself_ignored_is_shipped(tmp_path):
 
 
 def test_too_much_is_refused_and_the_largest_are_named(tmp_path):
-    """Data in the workdir is an error that says which files and what to do."""
+    """The error for data in the workdir names the files and what to do."""
     folder = make(tmp_path / "work", {"train.py": "go", "data.csv": "x" * 100})
 
     with pytest.raises(
@@ -137,7 +137,7 @@ def test_too_much_is_refused_and_the_largest_are_named(tmp_path):
 
 @pytest.mark.parametrize("target", ["/etc/hostname", "../beside", "sub/../../beside"])
 def test_a_link_that_leads_outside_is_refused(tmp_path, target):
-    """The machine that unpacks has no such place."""
+    """The target does not exist on the machine that unpacks."""
     folder = make(tmp_path / "work", {"sub/a": "x"})
     (folder / "link").symlink_to(target)
 
@@ -161,7 +161,7 @@ def test_no_such_workdir(tmp_path):
 
 @pytest.mark.parametrize("name", ["secret.key", "sub"])
 def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, name):
-    """A file or a folder of another user; nothing of the archive is left."""
+    """A file or a folder of another user; no archive is left behind."""
     folder = make(tmp_path / "work", {"secret.key": "x", "sub/a": "x"})
 
     def refuse(function):
@@ -181,7 +181,7 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, name):
 
 
 def test_another_content_is_refused_before_anything_is_written(tmp_path):
-    """The hash is in the name, and it is checked."""
+    """The name contains the hash, and it is checked."""
     archive = pack_workdir(make(tmp_path / "work", {"a": "x"}), scratch=tmp_path)
 
     with pytest.raises(CheckpointError, match="expected 000"):
@@ -226,7 +226,7 @@ def test_a_torn_archive_is_refused(tmp_path, damage):
          "file over link", "chain of links"],
 )  # fmt: skip
 def test_entries_that_lead_outside_are_refused(tmp_path, entries, why):
-    """Whoever wrote the archive, nothing lands outside the folder."""
+    """For any archive, nothing is written outside the folder."""
     path, sha256 = packed(tmp_path, entries)
     target = tmp_path / "in" / "target"
     target.mkdir(parents=True)
@@ -238,7 +238,7 @@ def test_entries_that_lead_outside_are_refused(tmp_path, entries, why):
 
 
 def test_nothing_is_written_through_a_link(tmp_path):
-    """A file below a name that is also a link lands in a real folder, and the link is refused."""
+    """A file below a name that is also a link is written to a real folder, and the link is rejected."""
     entries = [
         (entry("out", tarfile.SYMTYPE, "real"), b""),
         (entry("out/file"), b"x"),
@@ -254,7 +254,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
 
 
 def test_a_bomb_is_refused(tmp_path):
-    """A few hundred bytes that unpack to 50 MB stop at the bound."""
+    """Unpacking a few hundred bytes that expand to 50 MB stops at the limit."""
     path, sha256 = packed(tmp_path, [(entry("zeros"), bytes(50 << 20))])
     target = tmp_path / "target"
     target.mkdir()
@@ -268,7 +268,7 @@ def test_a_bomb_is_refused(tmp_path):
 
 
 def test_a_store_that_is_the_workdir_itself_is_refused(tmp_path):
-    """Nothing would be left of the code without it, and with it each start would ship other code."""
+    """Without it the code would be missing, and with it each start would ship other code."""
     folder = make(tmp_path / "work", {"a": "x"})
 
     with pytest.raises(SpecError, match="the run store itself"):
@@ -276,7 +276,7 @@ def test_a_store_that_is_the_workdir_itself_is_refused(tmp_path):
 
 
 def test_a_file_that_vanishes_meanwhile_fails_no_retry_of_a_running_stage(tmp_path, monkeypatch):
-    """A log that is rotated, an editor's temporary file: the folder is looked at once more."""
+    """A rotated log, an editor's temporary file: the folder is read once more."""
     folder = make(tmp_path / "work", {"a": "x", "b.tmp": "y"})
     open_file = Root.open_file
 

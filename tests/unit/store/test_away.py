@@ -1,4 +1,4 @@
-"""A store in a folder that goes away for a while: no answer, and never an empty store."""
+"""A store in a folder that disappears for a while: no answer, and never an empty store."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ BODY = {"generation": 1, "spec_hash": "A"}
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where the store lies when it is there."""
+    """The folder of the store while it is available."""
     return tmp_path / "store"
 
 
 @pytest.fixture
 def store(folder):
-    """A store that was written to."""
+    """A store with content."""
     made = FileStore(folder)
     made.write("a", b"1")
     return made
 
 
 def calls(store):
-    """Every way to ask the store."""
+    """Every read of the store."""
     return {
         "read": lambda: store.read("a"),
         "write": lambda: store.write("a", b"2"),
@@ -45,7 +45,7 @@ def calls(store):
 @pytest.mark.parametrize("call", sorted(calls(None)))
 @pytest.mark.parametrize("left", ["nothing", "an empty folder"])
 def test_a_folder_that_went_away_gives_no_answer_and_is_not_made_anew(store, folder, tmp_path, call, left):
-    """Renamed, or unmounted so that the bare mount point shows; back again, all is as it was."""
+    """Renamed, or unmounted so that the bare mount point shows; afterwards everything is unchanged."""
     folder.rename(tmp_path / "away")
     if left == "an empty folder":
         folder.mkdir()
@@ -62,7 +62,7 @@ def test_a_folder_that_went_away_gives_no_answer_and_is_not_made_anew(store, fol
 
 
 def test_an_event_is_never_appended_to_a_store_that_is_not_the_runs(store, folder, tmp_path):
-    """The owner knows event 1 and would make number 2 in an empty folder."""
+    """The owner knows event 1 and would create number 2 in an empty folder."""
     log = EventLog(store, "run")
     log.append(0, "generation", BODY, actor=Actor("ti"))
     folder.rename(tmp_path / "away")
@@ -75,7 +75,7 @@ def test_an_event_is_never_appended_to_a_store_that_is_not_the_runs(store, folde
 
 
 def test_a_sidecar_never_makes_the_store(tmp_path):
-    """It was started again while the store was away."""
+    """It was restarted while the store was unavailable."""
     store = open_store(f"file://{tmp_path}/store", must_exist=True)
 
     with pytest.raises(StoreError, match="does not exist"):
@@ -85,7 +85,7 @@ def test_a_sidecar_never_makes_the_store(tmp_path):
 
 
 def test_a_chunk_that_is_no_chunk_hides_nothing_of_the_log(store):
-    """Too large, or not a file: said, and the next one follows."""
+    """It is too large, or not a file: this is reported, and the next one follows."""
     store.write("run/logs/g1-a1-n0-c1-000001.log", b"one\n")
     store.write("run/logs/g1-a1-n0-c1-000002.log", b"x" * (MAX_CHUNK_BYTES + 1))
     store.write("run/logs/g1-a1-n0-c1-000003.log", b"three\n")

@@ -1,4 +1,4 @@
-"""A store that cannot be read or made, as a shell sees it: an error that says so, never an empty table."""
+"""A store that cannot be read or created, in the CLI: a clear error, never an empty table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from envscaler_airflow.store import check_store, open_store
 
 
 class Unreachable(AbstractFileSystem):
-    """A host that does not answer; one that is there, with a folder that cannot be listed."""
+    """A host that does not answer, and one with a folder that cannot be listed."""
 
     protocol = "unreachable"
 
     def ls(self, path, detail=True, **_more):  # noqa: FBT002 - fsspec's signature
-        """As fsspec's http does without a route: an OSError that is no FileNotFoundError."""
+        """Fail as fsspec's http does without a route: with an OSError other than FileNotFoundError."""
         name = self._strip_protocol(path)
         if name == "here":
             return [{"name": "here/away", "size": 0, "type": "directory"}] if detail else ["here/away"]
@@ -27,7 +27,7 @@ class Unreachable(AbstractFileSystem):
 
 @pytest.fixture(autouse=True)
 def unreachable():
-    """Known to fsspec."""
+    """Register it with fsspec."""
     fsspec.register_implementation("unreachable", Unreachable, clobber=True)
 
 
@@ -43,7 +43,7 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_empty_table(url, words)
 
 
 def test_an_empty_store_is_no_error(tmp_path):
-    """Nothing was begun there yet (F8)."""
+    """No run exists there yet (F8)."""
     (tmp_path / "store").mkdir()
 
     got = CliRunner().invoke(main, ["status", "--store", f"file://{tmp_path}/store"])
@@ -53,7 +53,7 @@ def test_an_empty_store_is_no_error(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_said_to_be():
-    """And not to be removed again and again (F8)."""
+    """The error names the reason, and not that the folder keeps being removed (F8)."""
     with pytest.raises(StoreError, match="store folder /proc/no/store cannot be created: No such") as caught:
         check_store(open_store("file:///proc/no/store"))
 
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_is_said_to_be():
 
 
 def test_a_link_to_nothing_is_named(tmp_path):
-    """A mount that is not there (F8)."""
+    """A missing mount (F8)."""
     (tmp_path / "store").symlink_to(tmp_path / "mount" / "gone")
 
     with pytest.raises(StoreError, match="cannot be created: its name is a link to what does not exist"):
@@ -77,7 +77,7 @@ def test_a_link_to_nothing_is_named(tmp_path):
     ],
 )
 def test_s3_options_that_make_no_client_are_a_fault_of_the_settings(options, words):
-    """No traceback of botocore (F8)."""
+    """Without a traceback of botocore (F8)."""
     with pytest.raises(SpecError, match=words):
         open_store("s3://bucket/path", options)
 

@@ -14,7 +14,7 @@ from envscaler_airflow.store import check_store, deployment_of, open_store
     "url", ["", "runs", "./runs", "../runs", "file://host/runs", "file://", "file:/runs"]
 )
 def test_a_folder_must_be_absolute(url):
-    """A relative one would be another in each process."""
+    """A relative one would differ between processes."""
     with pytest.raises(SpecError, match="not an absolute path"):
         open_store(url)
 
@@ -27,7 +27,7 @@ def test_a_bucket_must_be_named():
 
 @pytest.mark.parametrize("url", ["s3://key:hunter2@bucket/x", "sftp://me:hunter2@host/x"])
 def test_credentials_in_a_url_are_refused_unsaid(url):
-    """They would end up in logs; the message does not repeat them."""
+    """Logs would contain them; the message does not repeat them."""
     with pytest.raises(SpecError, match="use a connection") as caught:
         open_store(url)
     assert "hunter2" not in str(caught.value)
@@ -42,7 +42,7 @@ class Faulty:
         self.__dict__.update(faults)
 
     def __getattr__(self, name):
-        """Everything else works."""
+        """Every other method works."""
         return getattr(self._store, name)
 
 
@@ -65,7 +65,7 @@ def refuse(*_args, **_kwargs):
     ],
 )
 def test_a_store_that_does_not_do_what_it_says_is_refused(tmp_path, fault, says):
-    """The message says what is wrong and who must see the same store."""
+    """The message names the fault and who must see the same store."""
     store = Faulty(open_store(str(tmp_path)), **fault)
 
     with pytest.raises(StoreError, match=says) as caught:
@@ -75,7 +75,7 @@ def test_a_store_that_does_not_do_what_it_says_is_refused(tmp_path, fault, says)
 
 
 def test_a_folder_keeps_the_uuid_that_came_first(tmp_path, monkeypatch):
-    """Two processes that make it at once agree: the create decides, and both read."""
+    """Two processes that create it at once agree: the create decides, and both read."""
     store, other = open_store(str(tmp_path / "s")), open_store(str(tmp_path / "s"))
     theirs = []
     real = store.create
@@ -88,7 +88,7 @@ def test_a_folder_keeps_the_uuid_that_came_first(tmp_path, monkeypatch):
     "text", [b"", b"[]", b"{}", b'{"schema":"1.0","deployment":"../x"}', b'{"schema":"1.0"}']
 )
 def test_a_foreign_deployment_file_is_refused(tmp_path, text):
-    """What is no uuid never becomes part of a path."""
+    """An invalid uuid never becomes part of a path."""
     (tmp_path / "deployment.json").write_bytes(text)
 
     with pytest.raises(ProtocolError, match=r"deployment\.json"):
@@ -104,7 +104,7 @@ def test_a_newer_deployment_file_is_read(tmp_path):
 
 
 def test_importing_the_store_costs_no_sdk():
-    """A DAG file that names an operator must not pay for boto3, fsspec or pydantic."""
+    """A DAG file that imports an operator must not load boto3, fsspec or pydantic."""
     code = (
         "import sys, envscaler_airflow.store as s; s.open_store('/x');"
         "print([m for m in ('boto3', 'botocore', 'fsspec', 'pydantic', 'airflow') if m in sys.modules])"

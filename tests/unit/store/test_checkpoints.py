@@ -1,4 +1,4 @@
-"""Which checkpoints count, which one is resumed from, and which may go."""
+"""Which checkpoints count, which one is resumed from, and which may be deleted."""
 
 import itertools
 from collections import Counter
@@ -34,7 +34,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def save(store, tmp_path):
-    """Put a checkpoint of two files, by default complete."""
+    """Save a checkpoint of two files, by default complete."""
     count = itertools.count()
 
     def put(name, *, complete=True):
@@ -75,7 +75,7 @@ DAMAGE = {
 
 
 def test_own_ones_come_first_then_the_candidates_in_their_order():
-    """Attempt 2 prefers what it saved itself; the owner's order is kept; other generations are out."""
+    """Attempt 2 prefers its own; the owner's order is kept; other generations are excluded."""
     got = resume_order(
         [A1, SECOND, "g1-step-00000260-a2", "g2-step-00000900-a2"],
         generation=1,
@@ -87,7 +87,7 @@ def test_own_ones_come_first_then_the_candidates_in_their_order():
 
 
 def test_what_a_zombie_saves_later_is_never_chosen(store, save):
-    """Attempt 4 began with step 200; what attempt 3 completes after that is void, whatever its step."""
+    """Attempt 4 began with step 200; what attempt 3 completes after that is void at any step."""
     known = save("g1-step-00000200-a3")
     save("g1-step-00000999-a3")
 
@@ -97,7 +97,7 @@ def test_what_a_zombie_saves_later_is_never_chosen(store, save):
 
 
 def test_complete_ones_are_listed_newest_attempt_first(store, save):
-    """A later attempt at a smaller step is the truth: it found the newer ones torn."""
+    """A later attempt at a smaller step is valid: it found the newer ones torn."""
     for name in (A1, A3, SECOND, "g2-step-00000001-a1"):
         save(name)
     save("g1-step-00000400-a2", complete=False)
@@ -109,7 +109,7 @@ def test_complete_ones_are_listed_newest_attempt_first(store, save):
 @pytest.mark.parametrize("path", ["model.bin", "sub/rng.bin"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_one_is_found_and_the_one_before_is_used(store, save, tmp_path, damage, path):
-    """Missing, truncated, empty or bit-flipped: named, with the file, and step 100 is resumed from."""
+    """Missing, truncated, empty or bit-flipped: the error names the file, and step 100 is resumed from."""
     save(A1)
     save(A2)
     DAMAGE[damage](file_of(tmp_path, A2, path))
@@ -135,7 +135,7 @@ def test_a_damaged_one_is_found_and_the_one_before_is_used(store, save, tmp_path
     ],
 )
 def test_a_torn_manifest_is_found(store, save, tmp_path, manifest):
-    """However it is torn, it is a CheckpointError and not a crash."""
+    """Any damage raises a CheckpointError and is not a crash."""
     save(A1)
     file_of(tmp_path, A1, "manifest-c1.json").write_bytes(manifest)
 
@@ -144,7 +144,7 @@ def test_a_torn_manifest_is_found(store, save, tmp_path, manifest):
 
 
 def test_a_manifest_of_another_attempt_is_refused(store, save, tmp_path):
-    """A folder that was copied to another name is not that checkpoint."""
+    """A folder that was copied to another name is a different checkpoint."""
     save(A1)
     save(SECOND)
     file_of(tmp_path, SECOND, "manifest-c1.json").write_bytes(
@@ -156,7 +156,7 @@ def test_a_manifest_of_another_attempt_is_refused(store, save, tmp_path):
 
 
 def test_a_store_that_does_not_answer_rejects_nothing(store, save, monkeypatch):
-    """Unknown is never bad: the caller hears a StoreError and tries again."""
+    """Unknown is never bad: the caller gets a StoreError and tries again."""
     save(A1)
 
     def down(*_):
@@ -184,7 +184,7 @@ def test_the_newest_are_kept_by_count(store, save):
 
 
 def test_a_damaged_one_does_not_count(store, save, tmp_path):
-    """With the newest truncated, the two before it stay: the last good one is never deleted."""
+    """With the newest truncated, the two before it are kept: the last good one is never deleted."""
     for name in (A1, A2, A3):
         save(name)
     file_of(tmp_path, A3).write_bytes(b"")
@@ -194,7 +194,7 @@ def test_a_damaged_one_does_not_count(store, save, tmp_path):
 
 
 def test_one_that_was_rejected_at_the_restore_does_not_count(store, save):
-    """Its sizes look right, its bytes were found wrong."""
+    """Its sizes look right, but its bytes are wrong."""
     for name in (A1, A2, A3, "g1-step-00000400-a1"):
         save(name)
 
@@ -203,7 +203,7 @@ def test_one_that_was_rejected_at_the_restore_does_not_count(store, save):
 
 @pytest.mark.parametrize("keep", [0, 1])
 def test_the_two_newest_good_ones_stay_whatever_keep_says(store, save, keep):
-    """A deletion that is on its way while the owner lists spares what the next attempt needs (A5)."""
+    """A deletion during the owner's listing spares what the next attempt needs (A5)."""
     for name in (A1, A2, A3):
         save(name)
 
@@ -211,7 +211,7 @@ def test_the_two_newest_good_ones_stay_whatever_keep_says(store, save, keep):
 
 
 def test_one_that_is_being_written_stays(store, save):
-    """No manifest yet, and of this attempt: somebody is at it, at whatever step."""
+    """It has no manifest yet and is of this attempt: it is still being written, at any step."""
     save("g1-step-00000050-a1", complete=False)
     for name in (A1, A2, A3):
         save(name)
@@ -221,7 +221,7 @@ def test_one_that_is_being_written_stays(store, save):
 
 
 def test_what_an_older_attempt_left_half_done_goes_when_it_is_old(store, save):
-    """It can never be chosen; at a step above the kept ones it stays for people to look at."""
+    """It can never be chosen; at a step above the kept ones it is kept for inspection."""
     save("g1-step-00000050-a1", complete=False)
     save("g1-step-00000999-a1", complete=False)
     save(SECOND)
@@ -232,7 +232,7 @@ def test_what_an_older_attempt_left_half_done_goes_when_it_is_old(store, save):
 
 @pytest.mark.parametrize(("keep", "gone"), [(100, 0), (20, 0), (17, 4), (3, 18)])
 def test_more_than_the_candidates_are_kept_where_the_user_wants_more(store, save, keep, gone):
-    """The owner names 16 to resume from; those before them are not void because of that."""
+    """The owner names 16 to resume from; older ones do not become void because of that."""
     names = [save(f"g1-step-{step:08d}-a1") for step in range(1, 21)]
     save(SECOND)
 
@@ -243,7 +243,7 @@ def test_more_than_the_candidates_are_kept_where_the_user_wants_more(store, save
 
 
 def test_a_zombies_checkpoints_do_not_push_out_good_ones(store, save):
-    """Attempt 1 lives on beside attempt 2 and saves at higher steps; attempt 2 counts what it may use."""
+    """Attempt 1 runs beside attempt 2 and saves at higher steps; attempt 2 counts only what it may use."""
     for name in (A1, A2):
         save(name)
     for step in (500, 600, 700):
@@ -267,7 +267,7 @@ def test_a_zombie_deletes_nothing(store, save):
 
 @pytest.mark.parametrize("text", [Control(action="hold").to_json(), b'{"schema":"9.0"}', b"torn"])
 def test_an_attempt_that_is_prepared_holds_the_older_one(store, save, text):
-    """On hold the older attempt deletes nothing and is not over; so for a control of a later version (A5)."""
+    """On ``hold`` the older attempt deletes nothing and runs on; also for a later version's control (A5)."""
     for name in (A1, A2, A3):
         save(name)
     store.write(control_name(1, 2), text)
@@ -277,14 +277,14 @@ def test_an_attempt_that_is_prepared_holds_the_older_one(store, save, text):
 
 
 def test_a_new_generation_supersedes_too(store):
-    """Whatever the number of its attempt."""
+    """The number of its attempt does not matter."""
     store.write(control_name(2, 1), Control().to_json())
 
     assert fence_of(store, 1, 7) == "over"
 
 
 def test_a_checkpoint_half_deleted_never_looks_complete(store, save, monkeypatch):
-    """The sidecar dies right after the first delete: the manifest is what went first."""
+    """The sidecar dies right after the first delete: the manifest is deleted first."""
     for name in (A1, A2, A3):
         save(name)
     monkeypatch.setattr(store._store, "delete_tree", lambda _: (_ for _ in ()).throw(StoreError("down")))
@@ -296,7 +296,7 @@ def test_a_checkpoint_half_deleted_never_looks_complete(store, save, monkeypatch
 
 @pytest.mark.parametrize("files", [3, 300])
 def test_a_prune_asks_as_little_however_many_files_a_checkpoint_has(store, tmp_path, files):
-    """One list tells all sizes: 100,000 files are not 100,000 requests at each prune (B7)."""
+    """One list returns all sizes: 100,000 files are not 100,000 requests at each prune (B7)."""
     folder = tmp_path / "many"
     folder.mkdir()
     for number in range(files):

@@ -1,4 +1,4 @@
-"""A run's clock is its store's: what each store tells of time, and what a process makes of it."""
+"""A run's clock is its store's: the time that each store reports, and how a process uses it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def off(monkeypatch, request):
 
 
 def test_a_folder_s_time_is_its_filesystem_s_and_not_this_machine_s(store, off):
-    """Before anything was written, and after (A6)."""
+    """Before and after the first write (A6)."""
     before = store.now()
     store.write("a", b"1")
     after = store.now()
@@ -55,12 +55,12 @@ def test_a_filesystem_without_nameless_files_is_asked_by_one_that_goes(store, of
 
 
 def test_where_nothing_can_be_asked_this_machine_s_time_counts(tmp_path):
-    """The folder is not there: the page of a run that is away still shows times (A6)."""
+    """The folder is missing: the page of an unavailable run still shows times (A6)."""
     assert open_store(f"file://{tmp_path}/away").now() == pytest.approx(time.time(), abs=5)
 
 
 def test_an_event_has_the_store_s_time_whatever_the_clock_of_its_writer(store, off):
-    """Written and read by a machine that is an hour off (A6)."""
+    """A machine writes and reads it whose clock is an hour off (A6)."""
     EventLog(store, "run").append(0, "generation", {"generation": 1, "spec_hash": "a"})
 
     [event] = EventLog(store, "run").read()
@@ -79,7 +79,7 @@ def test_no_event_is_later_than_its_file(store):
 
 
 def test_a_copied_store_keeps_the_times_of_its_events(store):
-    """Its files are new, the run is not (A6)."""
+    """Its files are new, but the run is not (A6)."""
     log = EventLog(store, "run")
     log.append(0, "generation", {"generation": 1, "spec_hash": "a"})
     [written] = log.read()
@@ -91,7 +91,7 @@ def test_a_copied_store_keeps_the_times_of_its_events(store):
 
 
 class Client:
-    """An S3 client that answers with a date; refuses where *status* is not 200."""
+    """An S3 client that answers with a date; rejects requests if *status* is not 200."""
 
     exceptions = SimpleNamespace(NoSuchKey=KeyError)
 
@@ -105,13 +105,13 @@ class Client:
         self._tell = handler
 
     def head_bucket(self, **_more):
-        """Any answer tells the date."""
+        """Any answer contains the date."""
         self.asked += 1
         self._tell(http_response=SimpleNamespace(headers={"date": self.date}), event_name="x")
 
 
 def test_s3_tells_its_time_by_the_date_of_its_answers(off):
-    """One request where none was answered yet; then time passes by itself (A6)."""
+    """One request if none was answered yet; then the time advances by itself (A6)."""
     client = Client("Fri, 02 Jan 2026 00:00:00 GMT")
     store = S3Store("bucket", "root", {"client": client})
 
@@ -127,7 +127,7 @@ def test_an_s3_that_tells_no_date_leaves_this_machine_s_time():
 
 
 def test_fsspec_stores_tell_the_time_of_their_objects(off):
-    """``memory://`` takes this machine's own, which is then the store's (A6)."""
+    """``memory://`` uses this machine's time, which is then the store's (A6)."""
     store = open_store("memory://dates-of-a-test")
     store.write("a", b"1")
 
@@ -140,7 +140,7 @@ def test_fsspec_stores_tell_the_time_of_their_objects(off):
 
 
 def test_time_does_not_go_back_for_a_date_that_was_cut_to_a_second():
-    """At 0.9 s a date says 0; at 1.1 s the next one says 1 (A6)."""
+    """At 0.9 s a date reads 0; at 1.1 s the next one reads 1 (A6)."""
     clock = ManualClock(monotonic=100.0)
     dates = StoreDates(clock.monotonic)
     dates.seen(1000.9)
@@ -153,7 +153,7 @@ def test_time_does_not_go_back_for_a_date_that_was_cut_to_a_second():
 
 
 def test_a_store_whose_clock_was_set_is_followed():
-    """By more than a date may be cut (A6)."""
+    """The change exceeds the truncation of a date (A6)."""
     dates = StoreDates(ManualClock(monotonic=100.0).monotonic)
     dates.seen(10_000.0)
     dates.seen(5_000.0)
@@ -174,7 +174,7 @@ def test_an_old_date_is_asked_for_anew():
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 0.999)), max_size=30))
 def test_dates_cut_to_seconds_never_lead_away_from_the_store(steps):
-    """However long the pauses: within a step of the store's own clock, never before an earlier one (A6)."""
+    """For pauses of any length: within a step of the store's clock, and never backwards (A6)."""
     clock = ManualClock(time=1e9, monotonic=0.0)
     dates, told = StoreDates(clock.monotonic), []
     for pause_s, late_s in steps:
@@ -205,6 +205,6 @@ def test_a_time_is_read_however_it_is_written(value, expected):
 
 
 def test_an_object_without_a_time_has_none():
-    """Some filesystems tell only its size (A6)."""
+    """Some filesystems report only its size (A6)."""
     assert written_at({"size": 3, "mtime": None, "updated": "2026-01-02T00:00:00Z"}) == JAN_2
     assert written_at({"size": 3}) is None

@@ -33,7 +33,7 @@ def made(tmp_path):
 
 
 def test_keeps_for_the_same_reason_are_one_line_with_a_count(tmp_path):
-    """Numbers in the reason aside; the last one is what is read back."""
+    """Numbers in the reason do not count; the last check is read back."""
     store, _, log = made(tmp_path)
 
     for second, dollars in [(0, "1.50"), (30, "1.49"), (60, "1.48")]:
@@ -46,7 +46,7 @@ def test_keeps_for_the_same_reason_are_one_line_with_a_count(tmp_path):
 
 
 def test_every_phase_has_a_line_though_their_names_differ_by_a_number_alone(tmp_path):
-    """The next run foretells its phases by them."""
+    """The next run forecasts its phases from them."""
     store, _, log = made(tmp_path)
 
     for second, phase in [(0, "stage1"), (30, "stage1"), (60, "stage2"), (90, "stage2")]:
@@ -59,7 +59,7 @@ def test_every_phase_has_a_line_though_their_names_differ_by_a_number_alone(tmp_
 
 
 def test_a_move_closes_the_chunk_at_once(tmp_path):
-    """A request is never without its reasons in the store."""
+    """The store never has a request without its reasons."""
     store, _, log = made(tmp_path)
 
     log.add(check(0))
@@ -82,7 +82,7 @@ def test_a_chunk_is_closed_after_ten_minutes(tmp_path):
 
 
 def test_two_observers_and_a_restart_keep_each_others_chunks(tmp_path):
-    """A second trigger of the same sensor takes the next number; another writer its own."""
+    """A second trigger of the same sensor uses the next number; another writer its own."""
     store, clock, log = made(tmp_path)
     twin = DecisionLog(store, "run", writer="sensor-1", monotonic=clock.monotonic)
     other = DecisionLog(store, "run", writer="sensor-2", monotonic=clock.monotonic)
@@ -95,7 +95,7 @@ def test_two_observers_and_a_restart_keep_each_others_chunks(tmp_path):
 
 
 def test_torn_lines_and_other_versions_are_left_out(tmp_path):
-    """They explain, they do not decide."""
+    """They only explain and do not decide."""
     store, _, log = made(tmp_path)
     log.add(check(0, "move", "saves $1"))
     good = store.read("run/decisions/sensor-1-000001.jsonl")
@@ -126,7 +126,7 @@ def test_a_chunk_that_is_too_large_ends_no_reader(tmp_path):
     ids=["no float", "no count", "too deep"],
 )
 def test_a_line_of_numbers_that_no_machine_has_is_left_out(tmp_path, line):
-    """One such line ends neither a sensor nor the next start of the stage."""
+    """Such a line ends neither a sensor nor the next start of the stage."""
     store, _, log = made(tmp_path)
     log.add(check(0, "move", "saves $1"))
     good = json.loads(store.read("run/decisions/sensor-1-000001.jsonl"))["check"]

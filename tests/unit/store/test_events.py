@@ -27,16 +27,16 @@ def short_runs(monkeypatch):
 
 
 class Recorded:
-    """A store that counts its calls and fails where it is told to."""
+    """A store that counts its calls and fails as scripted."""
 
     def __init__(self, store):
-        """Pass everything on to *store*."""
+        """Pass every call to *store*."""
         self._store = store
         self.calls = []
         self.fail = {}
 
     def __getattr__(self, name):
-        """Record, perhaps fail, pass on."""
+        """Record the call, fail if scripted, and pass it on."""
         real = getattr(self._store, name)
         kind = "read" if name == "read_dated" else name
         if kind not in ("read", "write", "create", "size", "names", "children", "delete"):
@@ -66,7 +66,7 @@ def store(tmp_path):
 
 
 def log_of(store, writer=None, **options):
-    """A log with a standing clock."""
+    """A log with a constant clock."""
     return EventLog(store, "run", clock=lambda: 7.5, writer=writer, **options)
 
 
@@ -88,18 +88,18 @@ def attempts(count):
 
 
 def write_events(store, events):
-    """Put *events* where they belong, without waiting for the disk."""
+    """Write *events* to their places, without waiting for the disk."""
     folder = store._store.root / "run" / "events"
     folder.mkdir(parents=True)
     for event in events:
         (folder.parent / event_name(event.number)).write_bytes(event.to_json())
 
 
-# Numbers and what stands in a file
+# Numbers and the content of a file
 
 
 def test_the_first_event_is_number_one(store):
-    """Its file holds number, type, time, writer, actor and body."""
+    """Its file contains number, type, time, writer, actor and body."""
     event = log_of(store, "me").append(0, *BEGIN, actor=ACTOR)
 
     assert event == Event(1, *BEGIN, "me", 7.5, ACTOR)
@@ -115,13 +115,13 @@ def test_the_first_event_is_number_one(store):
 
 
 def test_an_empty_log_is_no_run(store):
-    """No events, the state before the first one."""
+    """There are no events, and the state is the initial one."""
     assert log_of(store).read() == []
     assert log_of(store).load() == RunState()
 
 
 def test_reading_goes_on_after_a_number(store):
-    """Only what came later."""
+    """Only later events are read."""
     log = log_of(store)
     first = log.append(0, *BEGIN)
     second = log.append(1, "stop-requested", {})
@@ -132,13 +132,13 @@ def test_reading_goes_on_after_a_number(store):
 
 
 def test_the_millionth_event_has_a_name_too(store):
-    """Six digits are the least, not the most."""
+    """Six digits are the minimum, not the maximum."""
     assert event_name(17) == "events/000017.json"
     assert event_name(1_234_567) == "events/1234567.json"
 
 
 def test_absence_is_proven_by_reading_and_never_by_listing(store):
-    """A listing of an object store may lag; no call of this log lists."""
+    """A listing of an object store may lag; this log never lists."""
     log = log_of(store)
     log.append(0, *BEGIN)
     log.append_request("stop-requested", {})
@@ -151,7 +151,7 @@ def test_absence_is_proven_by_reading_and_never_by_listing(store):
 
 
 def test_two_writers_at_one_number_have_one_winner(store):
-    """The loser gets None, folds, and its next event comes after."""
+    """The loser gets None, folds, and appends its next event later."""
     mine, other = log_of(store), log_of(store)
     first = mine.append(0, *BEGIN)
 
@@ -164,7 +164,7 @@ def test_two_writers_at_one_number_have_one_winner(store):
 
 
 def test_the_same_event_of_two_writers_is_won_once(store):
-    """Equal body, equal time: the writer's uuid tells them apart."""
+    """Equal body, equal time: the writer's uuid distinguishes them."""
     assert log_of(store).append(0, *BEGIN) is not None
     assert log_of(store).append(0, *BEGIN) is None
 
@@ -176,7 +176,7 @@ def written_then_lost(name, data, *, real):
 
 
 def test_a_lost_answer_after_writing_is_a_win(store):
-    """The number is read back; the event there is ours, byte for byte."""
+    """The number is read back, and the event there is identical to ours."""
     store.fail["create"] = written_then_lost
 
     event = log_of(store).append(0, *BEGIN)
@@ -185,7 +185,7 @@ def test_a_lost_answer_after_writing_is_a_win(store):
 
 
 def test_exists_said_of_our_own_event_is_a_win(store):
-    """Botocore repeats a PUT whose answer was lost, and S3 then says 412 of our own object."""
+    """Botocore repeats a PUT whose answer was lost, and S3 then returns 412 for our own object."""
     store.fail["create"] = lambda name, data, real: real(name, data) and False
 
     event = log_of(store).append(0, *BEGIN)
@@ -206,7 +206,7 @@ def test_a_lost_answer_before_writing_is_an_error(store):
 
 
 def test_a_conflict_without_an_event_is_tried_once_more(store):
-    """S3 says 409 while another writer is under way; that one may have given up."""
+    """S3 returns 409 while another writer is in progress; that one may have failed."""
     answers = [lambda *_: False, store._store.create]
     store.fail["create"] = lambda name, data, real: answers.pop(0)(name, data)
 
@@ -216,7 +216,7 @@ def test_a_conflict_without_an_event_is_tried_once_more(store):
 
 
 def test_a_conflict_that_stays_is_an_error(store):
-    """It is said to exist twice, and nothing is there."""
+    """The store reports twice that it exists, and nothing is there."""
     store.fail["create"] = lambda *_args, real: False
 
     with pytest.raises(StoreError, match="is said to exist and is absent") as caught:
@@ -225,12 +225,12 @@ def test_a_conflict_that_stays_is_an_error(store):
 
 
 def unreadable(*_args, real, **_kwargs):
-    """The store is away."""
+    """The store is unavailable."""
     raise StoreError("away", transient=True)
 
 
 def test_a_lost_answer_that_cannot_be_read_back_is_an_error(store):
-    """And it is the first error that is shown."""
+    """The first error is the one shown."""
     store.fail = {"create": written_then_lost, "read": unreadable}
 
     with pytest.raises(StoreError, match="answer lost"):
@@ -238,7 +238,7 @@ def test_a_lost_answer_that_cannot_be_read_back_is_an_error(store):
 
 
 def test_an_unreadable_event_is_never_absent(store):
-    """Reading, folding and finding the end all say that they cannot tell."""
+    """Reading, folding and finding the end all report that the result is unknown."""
     write_events(store, attempts(1))
     store.fail = {"read": unreadable, "size": unreadable}
     log = log_of(store)
@@ -256,7 +256,7 @@ def test_no_event_follows_one_that_is_absent(store):
 
 
 def test_a_request_finds_its_number_in_few_looks(store):
-    """A thousand events, none known: at most 2 x 10 looks, one check and one create."""
+    """A thousand events, none known: at most 2 x 10 reads, one check and one create."""
     write_events(store, attempts(333))
 
     event = log_of(store).append_request("stop-requested", {"reason": "r"})
@@ -286,23 +286,23 @@ def test_a_request_that_loses_tries_again(store):
 
 
 class Memory:
-    """A store whose creates go wrong in the way that the script says."""
+    """A store whose creates fail as scripted."""
 
     def __init__(self, faults):
-        """Go wrong by *faults*, in order, then no more."""
+        """Fail by *faults*, in order, then succeed."""
         self.files = {}
         self.faults = faults
 
     def read(self, name, *, max_bytes):
-        """What is there."""
+        """The stored content."""
         return self.files.get(name)
 
     def read_dated(self, name, *, max_bytes):
-        """What is there, without a date."""
+        """The stored content, without a date."""
         return (self.files[name], None) if name in self.files else None
 
     def now(self):
-        """A clock that stands still."""
+        """A constant clock."""
         return 0.0
 
     def size(self, name):
@@ -314,7 +314,7 @@ class Memory:
         return name
 
     def create(self, name, data):
-        """Lose the request, the answer, or say "exists" of what was just written."""
+        """Lose the request or the answer, or return "exists" for what was just written."""
         fault = self.faults.pop(0) if self.faults else "none"
         created = fault != "request lost" and name not in self.files
         if created:
@@ -329,7 +329,7 @@ class Memory:
     faults=st.lists(st.sampled_from(["none", "request lost", "answer lost", "repeated"]), max_size=20),
 )
 def test_whatever_goes_wrong_each_win_stands_once_and_without_gaps(turns, faults):
-    """Three writers in any order, up to date or not: who was told "won" is in the log, and nobody else."""
+    """Three writers in any order, current or not: exactly the writers that won are in the log."""
     store = Memory(faults)
     logs = [EventLog(store, writer=f"w{index}") for index in range(3)]
     known, won = [0, 0, 0], []
@@ -355,7 +355,7 @@ def test_whatever_goes_wrong_each_win_stands_once_and_without_gaps(turns, faults
 
 
 def test_an_event_is_at_most_256_kib(store):
-    """The larger one is refused before anything is written."""
+    """A larger event is rejected before anything is written."""
     log = log_of(store)
     room = MAX_EVENT_BYTES - len(Event(1, "x", {"text": ""}, log.writer, 7.5).to_json())
 
@@ -367,7 +367,7 @@ def test_an_event_is_at_most_256_kib(store):
 
 
 def test_a_file_that_is_too_large_is_refused_and_never_ours(store):
-    """It is not read into memory; whoever finds it there has lost the race."""
+    """It is not read into memory; a writer that finds it there has lost the race."""
     store.write("run/events/000001.json", b" " * (MAX_EVENT_BYTES + 1))
 
     assert log_of(store).append(0, *BEGIN) is None
@@ -376,7 +376,7 @@ def test_a_file_that_is_too_large_is_refused_and_never_ours(store):
 
 
 def test_unknown_types_and_newer_minors_are_kept(store):
-    """They count, and change nothing but the list of what is unknown."""
+    """They count, and change only the list of unknown events."""
     text = b'{"schema":"1.9","number":1,"type":"invented","writer":"w","at":1,"body":{"a":1},"new":2}'
     store.write("run/events/000001.json", text)
     log = log_of(store)
@@ -395,7 +395,7 @@ def test_unknown_types_and_newer_minors_are_kept(store):
     ],
 )
 def test_what_is_no_event_of_this_log_is_refused(store, text, says):
-    """Torn, of another major version, or copied from another number."""
+    """It is torn, of another major version, or copied from another number."""
     store.write("run/events/000001.json", text)
 
     for call in [log_of(store).read, log_of(store).load]:
@@ -407,7 +407,7 @@ def test_what_is_no_event_of_this_log_is_refused(store, text, says):
 
 
 def test_a_second_load_reads_only_what_is_new(store):
-    """One look when nothing came, two when one event came."""
+    """One read when there is no new event, two when there is one."""
     write_events(store, attempts(3))
     log = log_of(store)
     log.load()
@@ -421,7 +421,7 @@ def test_a_second_load_reads_only_what_is_new(store):
 
 
 def test_a_state_with_snapshots_is_the_state_without(store):
-    """122 events: two snapshots, the second of which the next reader begins with."""
+    """122 events: two snapshots, and the next reader begins with the second."""
     events = attempts(40)
     write_events(store, events)
 
@@ -451,7 +451,7 @@ def snapshot_of(events):
 
 
 def bad_snapshots():
-    """Name and bytes of snapshots that must not be believed."""
+    """Name and bytes of invalid snapshots."""
     events = attempts(20)[:EVERY]
     good = snapshot_of(events)
     body = json.loads(good)
@@ -506,7 +506,7 @@ def test_the_snapshot_before_helps_when_the_newest_does_not(store):
 
 @pytest.mark.parametrize("call", ["create", "size"])
 def test_a_store_that_keeps_no_snapshots_does_no_harm(store, call):
-    """Not allowed to write them, or not able to find them: the events are read."""
+    """The log is not allowed to write or cannot find them: it reads the events."""
     events = attempts(20)
     write_events(store, events)
     store.fail[call] = unreadable
@@ -515,7 +515,7 @@ def test_a_store_that_keeps_no_snapshots_does_no_harm(store, call):
 
 
 def test_a_fold_that_fails_leaves_the_log_usable(store):
-    """An event that lacks a field is refused every time, not skipped the second time."""
+    """An event that lacks a field is rejected every time, not skipped the second time."""
     log = log_of(store)
     log.append(0, *BEGIN)
     torn = {"schema": "1.0", "number": 2, "type": "attempt-intended", "body": {"generation": 1}}

@@ -1,4 +1,4 @@
-"""What only a folder can do wrong: links, pipes, crashes, full disks, folders that vanish."""
+"""Problems that only a folder has: links, pipes, crashes, full disks, folders that vanish."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ def store(tmp_path):
 
 
 def calls(store, name, tmp_path):
-    """Every call that takes a file's name."""
+    """Every call with a file name."""
     (tmp_path / "up").write_bytes(b"x")
     return [
         lambda: store.read(name),
@@ -33,7 +33,7 @@ def calls(store, name, tmp_path):
 
 
 def test_a_link_to_a_file_outside_is_not_followed(store, tmp_path):
-    """Training code that links ``status`` to a secret gets nothing read through it."""
+    """If training code links ``status`` to a secret, nothing is read through the link."""
     (tmp_path / "secret").write_bytes(b"secret")
     (store.root / "link").symlink_to(tmp_path / "secret")
 
@@ -67,7 +67,7 @@ def test_a_link_to_a_folder_outside_is_not_followed(store, tmp_path):
 
 
 def test_a_tree_is_deleted_without_what_its_links_point_to(store, tmp_path):
-    """The links go, their targets stay."""
+    """The links are deleted, their targets are not."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "manifest.json").write_bytes(b"kept")
@@ -82,7 +82,7 @@ def test_a_tree_is_deleted_without_what_its_links_point_to(store, tmp_path):
 
 
 def test_writing_replaces_a_link_and_not_its_target(store, tmp_path):
-    """A link at the very name is overwritten like a file, and counts as existing."""
+    """A link with the same name is overwritten like a file, and counts as existing."""
     (tmp_path / "outside").write_bytes(b"kept")
     (store.root / "link").symlink_to(tmp_path / "outside")
 
@@ -94,7 +94,7 @@ def test_writing_replaces_a_link_and_not_its_target(store, tmp_path):
 
 
 def test_the_root_itself_may_be_a_link(tmp_path):
-    """The person who sets the store's URL may; what is written is found through both names."""
+    """The person who sets the store's URL may use one; both names show what is written."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "store").symlink_to(tmp_path / "disk")
 
@@ -104,7 +104,7 @@ def test_the_root_itself_may_be_a_link(tmp_path):
 
 
 def test_a_pipe_blocks_nobody(store):
-    """A named pipe in the place of a status is refused at once."""
+    """A named pipe in place of a status is rejected at once."""
     os.mkfifo(store.root / "pipe")
 
     with pytest.raises(ProtocolError, match="neither a file nor a folder"):
@@ -113,7 +113,7 @@ def test_a_pipe_blocks_nobody(store):
 
 
 def test_a_folder_that_is_not_there_is_not_an_empty_store(tmp_path):
-    """An unmounted disk must not look as if no run ever was."""
+    """An unmounted disk must not look like a store without runs."""
     store = FileStore(tmp_path / "unmounted")
 
     for call in [lambda: store.read("a"), lambda: store.size("a"), lambda: store.names("")]:
@@ -124,7 +124,7 @@ def test_a_folder_that_is_not_there_is_not_an_empty_store(tmp_path):
 
 
 def test_what_a_killed_writer_left_is_not_seen(store):
-    """A temporary file is neither listed, nor keeps its folder alive in listings, nor can be named."""
+    """A temporary file is not listed, does not keep its folder in listings, and cannot be named."""
     temporary = f".{'0' * 32}.tmp"
     (store.root / "c").mkdir()
     (store.root / "c" / temporary).write_bytes(b"torn")
@@ -150,7 +150,7 @@ def test_no_temporary_file_is_left(store, tmp_path):
 
 @pytest.mark.parametrize(("code", "transient"), [(errno.ENOSPC, True), (errno.EROFS, False)])
 def test_a_failed_write_keeps_the_old_file(store, monkeypatch, code, transient):
-    """A full disk may become free; a read-only one stays so. Neither tears what was there."""
+    """A full disk may become free; a read-only one stays so. Neither damages the old file."""
 
     def refuse(_descriptor):
         raise OSError(code, os.strerror(code))
@@ -188,7 +188,7 @@ def test_a_file_is_on_the_disk_before_its_name_is(store, monkeypatch):
 
 
 def test_a_folder_that_became_empty_is_removed(store):
-    """Up to the first that holds something, never the root."""
+    """Up to the first folder that is not empty, never the root."""
     store.write("a/c/d/e", b"1")
 
     store.delete("a/c/d/e")
@@ -198,7 +198,7 @@ def test_a_folder_that_became_empty_is_removed(store):
 
 
 def test_a_folder_that_is_removed_under_a_write_is_made_again(store, tmp_path, monkeypatch):
-    """Another process deletes the folder's last file just before our first one stands in it."""
+    """Another process deletes the folder's last file just before our first one is created in it."""
     (tmp_path / "up").write_bytes(b"1")
     real, raced = module._place, []
 
@@ -218,7 +218,7 @@ def test_a_folder_that_is_removed_under_a_write_is_made_again(store, tmp_path, m
 
 
 def test_a_link_whose_answer_was_lost_counts_as_ours(store, monkeypatch):
-    """NFS repeats the request and then says "exists" of the link that we made."""
+    """NFS repeats the request and then returns "exists" for the link that we created."""
     real = os.link
 
     def link_and_lose(*args, **kwargs):
@@ -232,7 +232,7 @@ def test_a_link_whose_answer_was_lost_counts_as_ours(store, monkeypatch):
 
 
 def test_a_filesystem_without_links_is_an_error_that_lasts(store, monkeypatch):
-    """Better none than a create that two can win."""
+    """An error is better than a create that two writers can win."""
 
     def refuse(*_args, **_kwargs):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -246,13 +246,13 @@ def test_a_filesystem_without_links_is_an_error_that_lasts(store, monkeypatch):
 
 
 def test_below_a_file_nothing_can_be_written(store):
-    """``a/b`` is a file; an object store would allow ``a/b/c``, a folder says no."""
+    """``a/b`` is a file; an object store would allow ``a/b/c``, but a folder does not."""
     with pytest.raises(StoreError, match="Not a directory"):
         store.write("a/b/c", b"1")
 
 
 def test_of_many_creators_one_wins(store):
-    """Eight threads, fifty names: each name is won once and holds the winner's bytes."""
+    """Eight threads, fifty names: each name is won once and contains the winner's bytes."""
     wins: dict[str, list[bytes]] = {f"events/{number}": [] for number in range(50)}
     start = threading.Barrier(8)
 
@@ -272,7 +272,7 @@ def test_of_many_creators_one_wins(store):
 
 
 def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(store):
-    """The folder vanishes whenever it is empty, and each write makes it again."""
+    """The folder vanishes whenever it is empty, and each write creates it again."""
     failures = []
 
     def write_and_delete(name):
@@ -295,7 +295,7 @@ def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(store):
 
 
 def test_a_manifest_goes_before_its_files(store, monkeypatch):
-    """A deletion that is cut short leaves a folder that does not count."""
+    """An interrupted deletion leaves a folder that does not count."""
     store.write("c/manifest.json", b"{}")
     store.write("c/weights", b"1")
 
@@ -310,7 +310,7 @@ def test_a_manifest_goes_before_its_files(store, monkeypatch):
 
 
 def test_descriptors_are_given_back(store, tmp_path):
-    """Whatever is called, found or refused, none stays open."""
+    """After any call, successful or not, no descriptor stays open."""
     os.mkfifo(store.root / "pipe")
     (store.root / "link").symlink_to(tmp_path)
     opened = Path("/proc/self/fd")
@@ -329,7 +329,7 @@ def test_descriptors_are_given_back(store, tmp_path):
 
 
 def test_a_local_full_disk_is_not_the_stores_fault(store, tmp_path):
-    """What fails at the target of a download is the caller's own OSError."""
+    """A failure at the target of a download is the caller's own OSError."""
     (tmp_path / "file").write_bytes(b"")
 
     with pytest.raises(OSError, match="exists"):
@@ -337,7 +337,7 @@ def test_a_local_full_disk_is_not_the_stores_fault(store, tmp_path):
 
 
 def test_the_path_is_taken_as_it_stands(tmp_path):
-    """No percent-decoding: a run's folder holds percent signs and its URI opens it again."""
+    """There is no percent-decoding: a run's folder contains percent signs and its URI opens it again."""
     store = open_store(f"file://{tmp_path}/%41//x/")
     store.write("a", b"1")
 

@@ -1,4 +1,4 @@
-"""What differs between filesystems that fsspec knows."""
+"""Differences between the filesystems of fsspec."""
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -14,13 +14,13 @@ def weak(tmp_path):
 
 
 def test_the_strength_of_create_is_told(weak):
-    """Memory and the large object stores let one win; others are asked first and read back."""
+    """In memory and the large object stores only one wins; for others, the file is checked and read back."""
     assert open_store("memory://strength").create_is_atomic
     assert not weak.create_is_atomic
 
 
 def test_a_weak_create_refuses_what_exists(weak):
-    """Good enough for one owner."""
+    """This is sufficient for one owner."""
     check_store(weak)
 
     assert weak.create("a/b", b"1") is True
@@ -29,7 +29,7 @@ def test_a_weak_create_refuses_what_exists(weak):
 
 
 def test_a_weak_create_that_was_overwritten_is_lost(weak, monkeypatch):
-    """Another's bytes come back: the other one won."""
+    """The read returns another writer's bytes: that one won."""
     real = LocalFileSystem.pipe_file
 
     def overtaken(self, path, value, **mode):
@@ -44,7 +44,7 @@ def test_a_weak_create_that_was_overwritten_is_lost(weak, monkeypatch):
 
 @pytest.mark.parametrize("error", [OSError("broken"), TimeoutError("late"), RuntimeError("odd")])
 def test_what_cannot_be_told_is_an_error_and_never_absent(weak, monkeypatch, error):
-    """Whatever a filesystem raises."""
+    """For any exception of a filesystem."""
 
     def fail(*_args, **_kwargs):
         raise error
@@ -67,7 +67,7 @@ def test_what_cannot_be_told_is_an_error_and_never_absent(weak, monkeypatch, err
 
 
 def test_permission_denied_does_not_pass_by_itself(weak, monkeypatch):
-    """It is not repeated."""
+    """It is not retried."""
 
     def refuse(*_args, **_kwargs):
         raise PermissionError("denied")
@@ -80,7 +80,7 @@ def test_permission_denied_does_not_pass_by_itself(weak, monkeypatch):
 
 
 def test_an_upload_that_arrived_short_is_an_error(weak, tmp_path, monkeypatch):
-    """Fsspec's generic copy closes, and so publishes, what it has when it fails."""
+    """Fsspec's generic copy closes, and so publishes, a partial file when it fails."""
     (tmp_path / "up").write_bytes(b"whole")
     monkeypatch.setattr(
         LocalFileSystem, "put_file", lambda self, _source, target: self.pipe_file(target, b"who")
@@ -104,7 +104,7 @@ def test_an_unknown_protocol_says_what_to_write():
 
 
 def test_a_server_that_cannot_be_reached_is_named(monkeypatch):
-    """Some filesystems connect when they are opened; asked again it may be there."""
+    """Some filesystems connect when they are opened; a retry may succeed."""
 
     def refuse(*_url, **_options):
         raise ConnectionRefusedError("refused")

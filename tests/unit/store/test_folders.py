@@ -1,4 +1,4 @@
-"""The user's folders: the environment decides, a home is the default."""
+"""The user's folders: environment variables take precedence, the home is the default."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from envscaler_airflow.user_folders import cache_folder, data_folder
 
 
 def test_folders_lie_below_what_the_environment_names(monkeypatch):
-    """Cache and data each by its own variable."""
+    """Cache and data each have their own variable."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/c")
     monkeypatch.setenv("XDG_DATA_HOME", "/d")
 
@@ -31,7 +31,7 @@ def test_what_names_no_absolute_folder_does_not_count(monkeypatch, value):
 
 
 def test_a_store_that_is_named_needs_no_home(monkeypatch):
-    """Where nobody has a home, a store by its variable is enough."""
+    """Without a home, a store set by its variable is sufficient."""
 
     def homeless():
         raise RuntimeError("no home")

@@ -1,4 +1,4 @@
-"""What is shipped is what git would keep; real git says what that is."""
+"""The archive contains what git would keep, compared with real git."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = [
 
 
 def git(folder, *words):
-    """Output of git, which sees the repository's own settings alone."""
+    """Output of git, which reads only the repository's own settings."""
     quiet = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull, "HOME": str(folder)}
     done = subprocess.run(
         ["git", "-C", str(folder), *words],
@@ -56,7 +56,7 @@ def kept_by_git(folder):
 
 
 def shipped(folder, tmp_path_factory):
-    """Names that arrive where *folder* is unpacked."""
+    """Names of the files unpacked from *folder*."""
     scratch, target = tmp_path_factory.mktemp("scratch"), tmp_path_factory.mktemp("target")
     packed = pack_workdir(folder, scratch=scratch)
     unpack(packed.path, target, sha256=packed.sha256)
@@ -84,7 +84,7 @@ def shipped(folder, tmp_path_factory):
     ],
 )
 def test_files_are_kept_as_git_keeps_them(tmp_path, tmp_path_factory, text, arrives):
-    """Folders and files that are taken back, marks at the beginning, spaces, brackets (E)."""
+    """Re-included folders and files, leading marks, spaces, brackets (E)."""
     folder = repository(tmp_path, root=text)
 
     names = shipped(folder, tmp_path_factory)
@@ -94,7 +94,7 @@ def test_files_are_kept_as_git_keeps_them(tmp_path, tmp_path_factory, text, arri
 
 
 def test_the_deepest_file_decides(tmp_path, tmp_path_factory):
-    """And within one file the last pattern."""
+    """Within one file, the last pattern decides."""
     folder = repository(
         tmp_path,
         root="*.bin\n*.log\n",
@@ -142,7 +142,7 @@ def test_a_worktree_has_its_index_elsewhere(tmp_path, tmp_path_factory):
 
 
 def test_a_link_in_place_of_an_ignore_file_is_not_read(tmp_path, tmp_path_factory):
-    """As by git since 2.32 (E)."""
+    """Git behaves the same since 2.32 (E)."""
     folder = repository(tmp_path, files=[*FILES, "rules"])
     (folder / "rules").write_text("*\n")
     (folder / ".gitignore").symlink_to("rules")
@@ -151,7 +151,7 @@ def test_a_link_in_place_of_an_ignore_file_is_not_read(tmp_path, tmp_path_factor
 
 
 def test_an_index_that_cannot_be_read_keeps_nothing_back(tmp_path, tmp_path_factory):
-    """The patterns alone count then."""
+    """Then only the patterns count."""
     folder = repository(tmp_path, root="lib/\n")
     for data in (b"", b"DIRC", b"DIRC\0\0\0\2\0\0\0\5" + b"x" * 50, b"DIRC\0\0\0\4\0\0\0\1" + b"\xff" * 200):
         (folder / ".git/index").write_bytes(data)
@@ -163,7 +163,7 @@ def test_an_index_that_cannot_be_read_keeps_nothing_back(tmp_path, tmp_path_fact
     st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4).map("".join), min_size=1, max_size=4)
 )
 def test_any_patterns_mean_what_git_means(tmp_path_factory, lines):
-    """Of whatever pieces they are made (E)."""
+    """For patterns of any pieces (E)."""
     folder = repository(tmp_path_factory.mktemp("repository"), root="\n".join(lines))
 
     assert shipped(folder, tmp_path_factory) == kept_by_git(folder)

@@ -75,7 +75,7 @@ def test_no_escape_is_cut_in_two():
 
 @given(text=texts)
 def test_a_part_is_always_a_plain_file_name(text):
-    """Nothing that a filesystem, a URL or S3 would read in another way."""
+    """No filesystem, URL or S3 interprets it in another way."""
     part = encode_part(text)
 
     assert re.fullmatch(r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+(?:~[0-9a-f]{10})?", part)
@@ -84,14 +84,14 @@ def test_a_part_is_always_a_plain_file_name(text):
 
 @given(one=texts, other=texts)
 def test_different_texts_give_different_parts(one, other):
-    """And a text that looks like a cut or encoded one is neither."""
+    """Even if a text looks like a truncated or encoded one."""
     assert (encode_part(one) == encode_part(other)) == (one == other)
     assert encode_part(encode_part(one)) != encode_part(one) or encode_part(one) == one
 
 
 @given(text=st.text(alphabet="é.a", min_size=90, max_size=120))
 def test_no_short_text_passes_for_a_cut_one(text):
-    """The very folder name of a long text, given as an id, gets another folder."""
+    """The folder name of a long text, used as an id, gets another folder."""
     cut = encode_part(text)
 
     assert encode_part(cut) != cut
@@ -99,25 +99,25 @@ def test_no_short_text_passes_for_a_cut_one(text):
 
 @given(one=keys, other=keys)
 def test_different_keys_give_different_folders(one, other):
-    """Whatever the parts hold, slashes included."""
+    """For any parts, including slashes."""
     assert (one.prefix == other.prefix) == (one == other)
 
 
 @given(key=keys)
 def test_every_folder_is_a_name_of_five_parts(key):
-    """No key leaves the store."""
+    """No key leads outside the store."""
     assert is_name(key.prefix)
     assert len(key.prefix.split("/")) == 5
 
 
 @given(key=keys)
 def test_a_key_is_read_back_from_its_dict(key):
-    """As it stands in run.json and in triggers; unknown fields are ignored."""
+    """In the form of run.json and of triggers; unknown fields are ignored."""
     assert RunKey.from_dict({**key.to_dict(), "more": 1}) == key
 
 
 def test_an_absent_team_is_left_out_of_the_dict():
-    """None is unknown or none, never a value."""
+    """None means unknown or absent, never a value."""
     assert RunKey("a", "d", "r", "t").to_dict() == {
         "deployment": "a",
         "dag_id": "d",
@@ -132,7 +132,7 @@ def test_an_absent_team_is_left_out_of_the_dict():
     [{"dag_id": None}, {"dag_id": 1}, {"map_index": "1"}, {"map_index": True}, {"team": 1}, {"team": ""}],
 )
 def test_a_key_of_wrong_types_is_refused(change):
-    """What comes from a file is checked field by field."""
+    """The content of a file is checked field by field."""
     body = {"deployment": "a", "dag_id": "d", "run_id": "r", "task_id": "t", **change}
 
     with pytest.raises(ProtocolError, match=next(iter(change))):
@@ -147,7 +147,7 @@ def test_a_key_that_lacks_a_field_is_refused():
 
 @pytest.mark.parametrize("field", ["deployment", "dag_id", "run_id", "task_id", "team"])
 def test_no_part_is_empty(field):
-    """An empty part would be a folder of its parent's name."""
+    """An empty part would be a folder with its parent's name."""
     parts = {"deployment": "a", "dag_id": "d", "run_id": "r", "task_id": "t", field: ""}
 
     with pytest.raises(ValueError, match=f"{field} is empty"):

@@ -1,4 +1,4 @@
-"""The owner's lease, as the owner's side renews it and as the sidecar sees it."""
+"""The owner's lease: renewed by the owner and watched by the sidecar."""
 
 import pytest
 
@@ -14,10 +14,10 @@ def store(tmp_path):
 
 
 class Clock:
-    """A monotonic clock that stands until it is moved."""
+    """A monotonic clock that moves only when a test moves it."""
 
     def __init__(self):
-        """Begin somewhere."""
+        """Start at any value."""
         self.now = 1000.0
 
     def __call__(self):
@@ -26,7 +26,7 @@ class Clock:
 
 
 def test_a_lease_begins_at_one_and_grows_by_one(store):
-    """Whoever renews it."""
+    """For any owner that renews it."""
     assert read_lease(store, "run") is None
 
     first = renew_lease(store, "run", holder="slice")
@@ -66,7 +66,7 @@ def test_a_newer_lease_is_read(store):
 
 
 def test_a_lease_that_cannot_be_read_is_not_renewed(store, monkeypatch):
-    """To begin anew at one while the store is away could look like no change."""
+    """Restarting at one while the store is unavailable could look like no change."""
 
     def away(*_args, **_kwargs):
         raise StoreError("away", transient=True)
@@ -87,7 +87,7 @@ def watch_of(clock, *, max_gap_s=120.0):
 
 
 def test_a_lease_that_stands_still_ages_by_the_watchers_clock():
-    """Three looks, a minute apart."""
+    """Three reads, a minute apart."""
     clock = Clock()
     watch = watch_of(clock)
 
@@ -99,7 +99,7 @@ def test_a_lease_that_stands_still_ages_by_the_watchers_clock():
 
 
 def test_any_change_begins_anew():
-    """The counter, or a lease of the same number by another holder."""
+    """The counter, or a lease of the same number from another owner."""
     clock = Clock()
     watch = watch_of(clock)
     clock.now += 60
@@ -114,7 +114,7 @@ def test_any_change_begins_anew():
 
 
 def test_a_lease_that_went_back_is_a_change():
-    """An owner that began anew after a torn file is alive."""
+    """An owner that restarted after a torn file is alive."""
     clock = Clock()
     watch = watch_of(clock)
     watch.seen(Lease(7))
@@ -126,7 +126,7 @@ def test_a_lease_that_went_back_is_a_change():
 
 
 def test_a_lease_that_was_never_written_ages_too():
-    """An owner that died before its first renewal is found."""
+    """An owner that died before its first renewal is detected."""
     clock = Clock()
     watch = LeaseWatch(clock)
     watch.seen(None)
@@ -152,7 +152,7 @@ def test_time_without_a_reading_does_not_count():
 
 
 def test_an_outage_of_the_store_is_no_expiry():
-    """An hour without an answer, then the same lease: the owner was cut off as well. Two minutes count."""
+    """An hour without an answer, then the same lease: the owner had no store either. Two minutes count."""
     clock = Clock()
     watch = watch_of(clock)
 

@@ -1,4 +1,4 @@
-"""Outputs: a folder or a file with its manifest last, and what a reader finds."""
+"""Outputs: a folder or a file, whose manifest is written last, and what a reader finds."""
 
 import os
 
@@ -24,7 +24,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    """A folder to hand over, with a name of ours in it."""
+    """A folder to deliver; it contains one of our reserved names."""
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     (folder / "weights.bin").write_bytes(b"123")
@@ -39,7 +39,7 @@ def tree(folder):
 
 
 def test_a_folder_is_handed_over_by_its_uri(store, model, tmp_path):
-    """What arrives is what was there, also a file of the training's own called manifest.json."""
+    """It arrives unchanged, including the training's own file called manifest.json."""
     uri = put_output(store, "model", model, **WHO)
 
     manifest = fetch_output(uri, tmp_path / "in")
@@ -61,13 +61,13 @@ def test_a_file_is_handed_over_under_its_name(store, tmp_path):
 
 
 def test_what_does_not_exist_is_named(store, tmp_path):
-    """The command must write it; the message says which and where."""
+    """The command must write it; the message names the output and its path."""
     with pytest.raises(CheckpointError, match=r"output 'model': .*/nothing does not exist"):
         put_output(store, "model", tmp_path / "nothing", **WHO)
 
 
 def test_an_empty_folder_is_an_output(store, tmp_path):
-    """It exists; that it holds nothing is the stage's business."""
+    """It exists; only the stage decides whether it may be empty."""
     (tmp_path / "empty").mkdir()
 
     uri = put_output(store, "empty", tmp_path / "empty", **WHO)
@@ -76,13 +76,13 @@ def test_an_empty_folder_is_an_output(store, tmp_path):
 
 
 def test_an_output_that_was_never_written_is_absent(store):
-    """The run is there, its output is not: that is known, and nobody waits for a store."""
+    """The run exists but its output does not: that is certain, so no reader waits for the store."""
     with pytest.raises(CheckpointError, match="never completed"):
         read_output(store.uri("outputs/g1-a2-c1/model"))
 
 
 def test_without_its_manifest_it_does_not_count(store, model, monkeypatch):
-    """The sidecar dies before the manifest: whoever reads is told that it was never completed."""
+    """The sidecar dies before the manifest: a reader gets the error that it was never completed."""
     monkeypatch.setattr(
         manifests, "write_manifest", lambda *_, **__: (_ for _ in ()).throw(StoreError("down"))
     )
@@ -131,7 +131,7 @@ def test_a_pod_that_wakes_late_leaves_the_output_of_a_newer_one_alone(store, mod
 
 @pytest.mark.parametrize("name", ["weights.bin", "manifest.json.file", "sub/manifest.json"])
 def test_damage_is_found_at_the_fetch(store, model, tmp_path, name):
-    """Every file is checked, whatever its name."""
+    """Every file is checked, also one with a reserved name."""
     uri = put_output(store, "model", model, **WHO)
     path = tmp_path / "store/d/run/outputs/g1-a2-c1/model" / name
     path.write_bytes(path.read_bytes()[:-1] + b"~")
@@ -141,7 +141,7 @@ def test_damage_is_found_at_the_fetch(store, model, tmp_path, name):
 
 
 def test_a_fetch_that_was_cut_short_goes_on(store, model, tmp_path, monkeypatch):
-    """Files that arrived are not fetched again; one that is wrong is."""
+    """Complete files are not fetched again; a damaged one is."""
     monkeypatch.setattr(FileStore, "at_once", 1)
     (tmp_path / "in").mkdir()
     uri = put_output(store, "model", model, **WHO)
@@ -177,12 +177,12 @@ def test_a_fetch_that_was_cut_short_goes_on(store, model, tmp_path, monkeypatch)
     ],
 )
 def test_names_of_ours_are_kept_apart(path, stored):
-    """No file of the training can take the place of a manifest or of a node's list."""
+    """No file of the training can replace a manifest or a node's list."""
     assert stored_path(path) == stored
 
 
 def test_links_inside_are_followed_and_loops_end(tmp_path):
-    """``latest -> step-2`` is kept as a copy; a link to a folder above is left out."""
+    """``latest -> step-2`` is stored as a copy; a link to a parent folder is omitted."""
     folder = tmp_path / "out"
     (folder / "step-2").mkdir(parents=True)
     (folder / "step-2/a").write_text("x")
@@ -195,7 +195,7 @@ def test_links_inside_are_followed_and_loops_end(tmp_path):
 
 
 def test_a_link_that_leads_outside_is_refused(store, model, tmp_path):
-    """The sidecar may read what the training may not: it follows no link out of the folder."""
+    """The sidecar may read more than the training may, so it follows no link out of the folder."""
     (tmp_path / "secret").write_text("token")
     (model / "stolen").symlink_to("../secret")
 
@@ -204,7 +204,7 @@ def test_a_link_that_leads_outside_is_refused(store, model, tmp_path):
 
 
 def test_an_output_that_is_a_link_stays_beside_it(store, model, tmp_path):
-    """``best -> model`` is a folder like any; ``best -> /etc`` is not the training's to give."""
+    """``best -> model`` is treated as a folder; ``best -> /etc`` is rejected."""
     (tmp_path / "out").mkdir()
     (tmp_path / "best").symlink_to("model")
     (tmp_path / "out/stolen").symlink_to(model)
@@ -215,7 +215,7 @@ def test_an_output_that_is_a_link_stays_beside_it(store, model, tmp_path):
 
 
 def test_a_file_that_is_a_link_stays_beside_it(store, model, tmp_path):
-    """``best.bin -> model/weights.bin`` is a file like any; ``-> /etc/shadow`` is not to be given."""
+    """``best.bin -> model/weights.bin`` is treated as a file; ``-> /etc/shadow`` is rejected."""
     (tmp_path / "out").mkdir()
     (tmp_path / "best.bin").symlink_to("model/weights.bin")
     (tmp_path / "out/stolen.bin").symlink_to(model / "weights.bin")
@@ -229,7 +229,7 @@ def test_a_file_that_is_a_link_stays_beside_it(store, model, tmp_path):
 
 
 def test_a_file_that_grows_meanwhile_is_refused(store, model):
-    """Its hash would be of something that never was."""
+    """Its hash would match no version of the file."""
 
     def grow():
         with (model / "weights.bin").open("ab") as file:

@@ -1,4 +1,4 @@
-"""What S3 may answer, by a scripted client: no network."""
+"""Possible answers of S3, by a scripted client without network."""
 
 import io
 import sys
@@ -32,7 +32,7 @@ class NoSuchKeyError(ClientError):
 
 
 class Client:
-    """Answers each call with what the script says next, and remembers the call."""
+    """Gives the next scripted answer to each call, and records the call."""
 
     class exceptions:  # noqa: N801 - botocore's name
         """Where botocore keeps a service's own errors."""
@@ -47,7 +47,7 @@ class Client:
         self.tell = None
 
     def register(self, event, handler):
-        """As botocore's events do: *handler* is told of every answer."""
+        """Register *handler* for every answer, as botocore's events do."""
         assert event == "after-call.s3"
         self.tell = handler
 
@@ -71,7 +71,7 @@ def store_of(*answers, **options):
 
 @pytest.mark.parametrize("status", [409, 412])
 def test_exists_and_conflict_are_lost_races(status):
-    """412: somebody was first. 409: somebody is about to be."""
+    """412: another writer was first. 409: another writer is in progress."""
     store = store_of(refusal(status, "PreconditionFailed"))
 
     assert store.create("a", b"1") is False
@@ -96,7 +96,7 @@ def test_exists_and_conflict_are_lost_races(status):
 )
 @pytest.mark.parametrize("method", ["create", "write", "read", "delete", "size", "names"])
 def test_what_cannot_be_told_is_an_error_and_never_absent(error, status, transient, method):
-    """Whatever S3 or the network says except 404 for this very key, and whether it may pass."""
+    """Every answer except 404 for this key, and whether it is transient."""
     store = store_of(error, error)
     store._client.get_paginator = lambda _name: Paginator(error)
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_told_is_an_error_and_never_absent(error, status, transie
 
 
 class Paginator:
-    """One that fails when it is read."""
+    """A paginator that fails when it is read."""
 
     def __init__(self, error):
         """Fail with *error*."""
@@ -120,20 +120,20 @@ class Paginator:
 
 
 def test_forbidden_names_the_missing_permission():
-    """Without ListBucket S3 says 403 of what is absent; the message says so."""
+    """Without ListBucket S3 returns 403 for a missing object; the message explains it."""
     with pytest.raises(StoreError, match="s3:ListBucket"):
         store_of(refusal(403, "AccessDenied")).read("a")
 
 
 def test_a_missing_object_is_told_from_a_missing_bucket():
-    """HEAD answers 404 to both; only when the bucket is there is the object absent."""
+    """HEAD returns 404 for both; the object is absent only if the bucket exists."""
     assert store_of(refusal(404, "404"), {}).size("a") is None
     with pytest.raises(StoreError):
         store_of(refusal(404, "404"), refusal(404, "404")).size("a")
 
 
 def cut_body():
-    """A download that breaks in the middle, of the classes that botocore makes it of."""
+    """A download that breaks in the middle, with the exceptions that botocore raises."""
     raw = HTTPResponse(
         io.BytesIO(b"half"), {"content-length": "10"}, preload_content=False, enforce_content_length=True
     )
@@ -151,7 +151,7 @@ def test_a_read_that_breaks_is_an_error():
     "error", [RetriesExceededError(ResponseStreamingError(error="cut")), S3DownloadFailedError("cut")]
 )
 def test_a_download_that_breaks_again_and_again_is_an_error(monkeypatch, tmp_path, error):
-    """Neither the sidecar nor a page ends in a traceback, and nothing lies at the path."""
+    """Neither the sidecar nor a page ends in a traceback, and there is no file at the path."""
 
     def broken(*_arguments):
         raise error
@@ -178,7 +178,7 @@ def test_manifests_are_deleted_by_a_request_of_their_own():
 
 
 def test_a_thousand_keys_go_by_one_request():
-    """1,001 keys need two."""
+    """1,001 keys need two requests."""
     store = store_of({}, {})
     store._keys = lambda _below: [f"root/c/{number}" for number in range(1001)]
 
@@ -188,7 +188,7 @@ def test_a_thousand_keys_go_by_one_request():
 
 
 def test_what_is_not_deleted_is_an_error():
-    """DeleteObjects answers 200 and lists what it refused."""
+    """DeleteObjects returns 200 and lists the keys that it refused."""
     store = store_of({"Errors": [{"Key": "root/c/a", "Code": "AccessDenied"}]})
     store._keys = lambda _below: ["root/c/a"]
 
@@ -198,7 +198,7 @@ def test_what_is_not_deleted_is_an_error():
 
 
 def test_names_that_no_store_would_write_are_not_listed():
-    """A console's folder object, and keys that others made with ``..`` or two slashes."""
+    """A console's folder object, and foreign keys with ``..`` or two slashes."""
     store = store_of()
     store._keys = lambda _below: ["root/c/", "root/c/../x", "root/c//y", "root/c/z"]
 
@@ -206,7 +206,7 @@ def test_names_that_no_store_would_write_are_not_listed():
 
 
 def test_every_upload_carries_the_extra_arguments():
-    """A bucket that demands a KMS key gets it."""
+    """They satisfy a bucket that requires a KMS key."""
     extra = {"ServerSideEncryption": "aws:kms"}
     store = store_of({}, {}, extra_args=extra)
 
@@ -223,7 +223,7 @@ def test_an_unknown_option_names_the_nearest():
 
 
 def test_options_reach_the_client():
-    """Endpoint, region and botocore's own settings; the timeouts stay when only one is changed."""
+    """Endpoint, region and botocore's own settings; changing one timeout keeps the other defaults."""
     options = {"endpoint_url": "http://minio:9000", "region_name": "eu-west-1", "config": {"read_timeout": 5}}
 
     client = S3Store("bucket", "", options)._client
