@@ -156,6 +156,16 @@ class Run:
         rows = (line.split() for line in self.ledger.read_text().splitlines())
         return [(int(row[0]), int(row[1]), int(row[2])) for row in rows]
 
+    def wait_watched(self) -> None:
+        """Return once the triggerer runs the newest try's trigger: before that, nothing acts on a kill."""
+        folder = self.airflow.home / "logs" / f"dag_id={self.dag_id}" / f"run_id={self.run_id}"
+
+        def is_watched() -> bool:
+            number = self.wait("deferred")["try_number"]
+            return any(folder.rglob(f"attempt={number}.log.trigger.*"))
+
+        self.until("the trigger runs", is_watched)
+
     def wait_step(self, step: int, *, attempt: int | None = None, timeout_s: float = 120) -> None:
         """Return once *step* is done (by *attempt*)."""
         self.until(
@@ -243,7 +253,10 @@ class Run:
 
     def wait_gone(self, *, timeout_s: float = 120) -> None:
         """Return once nothing of this run can make steps any more."""
-        self.until("nothing lives", lambda: not self.lives(), timeout_s=timeout_s)
+        try:
+            self.until("nothing lives", lambda: not self.lives(), timeout_s=timeout_s)
+        except TimeoutError as err:
+            raise TimeoutError(f"{err}; alive: {self.lives()}") from err
 
     def check(self) -> None:
         """At most one live attempt ever, nothing of it left, and no committed step repeated.

@@ -25,6 +25,7 @@ def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
     """The trigger's on_kill asks the attempt to save and stop; the task stays failed."""
     run = begin("stage", steps=LONG)
     run.wait_step(3)
+    run.wait_watched()
 
     run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
 
@@ -181,6 +182,7 @@ def test_dag_run_deleted_while_training_and_made_again(begin: Callable):
     """The new DAG run of the same name is a new generation; the old attempt is gone before it starts."""
     run = begin("stage", steps=60)
     run.wait_step(5)
+    run.wait_watched()
 
     run.airflow.set_run_state(run.dag_id, run.run_id, "failed")
     run.airflow.delete_dag_run(run.dag_id, run.run_id)

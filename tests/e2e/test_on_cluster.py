@@ -73,6 +73,7 @@ def test_mark_failed_ends_the_pod(begin: Callable):
     """The trigger's on_kill asks the attempt to save and stop; removing its Job needs no further try."""
     run = begin("on_cluster", steps=LONG)
     run.wait_step(3)
+    run.wait_watched()
 
     run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
 
@@ -88,6 +89,7 @@ def test_a_deleted_dag_run_leaves_no_pod(begin: Callable):
     """The owner drains its stage as after "mark failed"."""
     run = begin("on_cluster", steps=LONG)
     run.wait_step(3)
+    run.wait_watched()
 
     run.airflow.set_run_state(run.dag_id, run.run_id, "failed")
     run.airflow.delete_dag_run(run.dag_id, run.run_id)

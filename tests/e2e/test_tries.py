@@ -49,7 +49,7 @@ def types(run) -> list[str]:
 def goes_on(run) -> None:
     """The next attempt starts from the last checkpoint of the first, and is then ended for good."""
     run.wait_step(3, attempt=2)
-    run.wait("deferred")
+    run.wait_watched()
     run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
     run.wait_gone()
     assert run.state().generation == 1
@@ -65,7 +65,7 @@ def test_retries_of_a_recreated_dag_run_go_on(begin: Callable):
     for _ in range(2):
         run.wait("deferred")
         clear(run)
-    run.wait("deferred")
+    run.wait_watched()
     run.airflow.set_run_state(run.dag_id, run.run_id, "failed")
     run.wait_gone()
     run.airflow.delete_dag_run(run.dag_id, run.run_id)
