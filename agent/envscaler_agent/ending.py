@@ -7,7 +7,8 @@ import signal
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
-from envscaler_agent.protocol import EXIT_CODES, EXIT_LEFT, EXIT_NOT_FOUND, EXIT_STOPPED, Ended
+from envscaler_agent.exit_codes import EXIT_CODES, EXIT_LEFT, EXIT_NOT_FOUND, EXIT_STOPPED
+from envscaler_agent.protocol import Ended
 
 _Line = Tuple[str, str]
 

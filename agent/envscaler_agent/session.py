@@ -28,8 +28,9 @@ from envscaler_agent import ranks as rk
 from envscaler_agent import saving
 from envscaler_agent import spool as ex
 from envscaler_agent.errors import CheckpointError, ProtocolError
+from envscaler_agent.exit_codes import EXIT_LEFT, EXIT_STOPPED
 from envscaler_agent.progress import SLOW_PHASES, Rate
-from envscaler_agent.protocol import EXIT_LEFT, EXIT_STOPPED, Control, checkpoint_name
+from envscaler_agent.protocol import Control, checkpoint_name
 
 if TYPE_CHECKING:
     from typing import Self  # new in Python 3.11; only type checkers read it

@@ -28,14 +28,8 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 from envscaler_agent.errors import ProtocolError
-from envscaler_agent.protocol import (
-    EXIT_CODES,
-    MAX_JSON_BYTES,
-    SCHEMA,
-    Message,
-    Progress,
-    read_object,
-)
+from envscaler_agent.exit_codes import EXIT_CODES
+from envscaler_agent.protocol import MAX_JSON_BYTES, SCHEMA, Message, Progress, read_object
 
 ENV = "ENVSCALER_SPOOL"
 """Environment variable that names the folder."""

@@ -24,6 +24,7 @@ from envscaler_agent import spool as ex
 from envscaler_agent.drain import Ask, Facts, due_signal
 from envscaler_agent.ending import EXIT_NOT_EXECUTABLE, End, tell_end
 from envscaler_agent.errors import ProtocolError
+from envscaler_agent.exit_codes import EXIT_CODES
 from envscaler_agent.host import oom_kills
 from envscaler_agent.output import (
     LOG_CHUNK_BYTES,
@@ -35,7 +36,7 @@ from envscaler_agent.output import (
     secret_values,
 )
 from envscaler_agent.progress import LogPatterns, Rate, StallWatch
-from envscaler_agent.protocol import EXIT_CODES, Control, Ended, Progress
+from envscaler_agent.protocol import Control, Ended, Progress
 from envscaler_agent.rendezvous import ADDRESS, expand
 from envscaler_agent.reporting import Reporter
 from envscaler_agent.sampler_child import SamplerChild

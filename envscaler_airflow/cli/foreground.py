@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from envscaler_agent.protocol import EXIT_STOPPED
+from envscaler_agent.exit_codes import EXIT_STOPPED
 from envscaler_airflow.backends.base import Backend, Handle
 from envscaler_airflow.cli.common import load_state
 from envscaler_airflow.cli.follow import StageStory

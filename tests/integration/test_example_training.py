@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envscaler_agent.protocol import EXIT_LEFT, Control, parse_checkpoint_name
+from envscaler_agent.exit_codes import EXIT_LEFT
+from envscaler_agent.protocol import Control, parse_checkpoint_name
 
 STAGES = Path(__file__).parents[2] / "dags/examples/text_classifier"
 EPOCHS = 30

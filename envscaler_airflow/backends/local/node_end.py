@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from envscaler_agent.protocol import END_REASONS, EXIT_CODES, Ended, Status, reason_of
+from envscaler_agent.exit_codes import EXIT_CODES, reason_of
+from envscaler_agent.protocol import END_REASONS, Ended, Status
 from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.errors import ProtocolError
 

@@ -19,7 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from envscaler_agent.protocol import EXIT_ORPHANED, MAX_JSON_BYTES
+from envscaler_agent.exit_codes import EXIT_ORPHANED
+from envscaler_agent.protocol import MAX_JSON_BYTES
 from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.cgroups import Cage, Limits, build_cage

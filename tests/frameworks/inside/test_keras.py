@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from envscaler_agent.exit_codes import EXIT_LEFT
 from envscaler_agent.frameworks.keras import SessionCallback
 from envscaler_agent.frameworks.torch import ResumableLoader
-from envscaler_agent.protocol import EXIT_LEFT
 
 X = np.random.default_rng(1).normal(size=(24, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

@@ -8,9 +8,9 @@ import lightning
 import pytest
 import torch
 
+from envscaler_agent.exit_codes import EXIT_LEFT
 from envscaler_agent.frameworks.lightning import SessionCallback
 from envscaler_agent.frameworks.torch import ResumableLoader
-from envscaler_agent.protocol import EXIT_LEFT
 
 
 class Line(lightning.LightningModule):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from envscaler_agent.exit_codes import EXIT_LEFT
 from envscaler_agent.frameworks.transformers import SessionCallback
-from envscaler_agent.protocol import EXIT_LEFT
 
 
 class Line(PreTrainedModel):

@@ -3,7 +3,7 @@
 import pytest
 
 from envscaler_agent.ending import End, tell_end
-from envscaler_agent.protocol import EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED
+from envscaler_agent.exit_codes import EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED
 
 
 def reason(end, *lines):
