@@ -208,11 +208,13 @@ class LocalBackend:
         """Kill *nodes* (None: all) without notice, as a spot interruption would."""
         for view in self._views(handle):
             if view.is_here and (nodes is None or view.node in nodes):
-                if (
-                    view.main is not None and view.main.is_alive()
-                ):  # first: it would report the end of the others
-                    os.kill(view.main.pid, signal.SIGKILL)
-                kill_all(view.survivors(), spare={os.getpid()})
+                survivors = view.survivors()
+                found = survivors.find(spare={os.getpid()})  # without main, an orphan's descent is unknown
+                if view.main is not None and view.main.is_alive():  # first: it would report the others' end
+                    view.main.signal(signal.SIGKILL)
+                for process in found:
+                    process.signal(signal.SIGKILL)
+                kill_all(survivors, spare={os.getpid()})
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
         """One interval for each node that was started, by node main's timestamps."""
