@@ -256,7 +256,7 @@ def check_name(option: str, name: str) -> None:
     """
     if not _IMAGE_NAME.fullmatch(name):
         raise SpecError(
-            f"{option} {name!r:.100} is no image name; write registry.example.com/team/name or add :tag"
+            f"{option} {name!r:.100} is not an image name; write registry.example.com/team/name or add :tag"
         )
 
 

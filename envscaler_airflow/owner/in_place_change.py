@@ -237,8 +237,8 @@ def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing:
     except (CapacityError, BackendError) as err:
         if isinstance(err, BackendError) and err.transient:
             raise
-        return ChangeResult("move", f"neither to be had nor to be undone: {missing}; {err}")
-    return ChangeResult("undone", f"none to be had: {missing}")
+        return ChangeResult("move", f"neither available nor undone: {missing}; {err}")
+    return ChangeResult("undone", f"not available: {missing}")
 
 
 def are_last(leaving: Collection[Leaving], live: AttemptState, target: Allocation) -> bool:

@@ -35,21 +35,21 @@ def copy(
     *,
     parent: Place | None = None,
     between: Callable[[], None],
-    nobody_writes: bool = False,
+    is_final: bool = False,
 ) -> None:
     """Copy *selection* of *folder* to the new folder *target*; *between* runs before each file.
 
     Up to :data:`MOST_OPEN` files are opened first, so that the copy is of one instant even if they are
     replaced; with more files, each must be the same before and after the copy.
 
-    When *nobody_writes* any more, files are hard-linked where the file system supports it, which takes
+    When *is_final* any more, files are hard-linked where the file system supports it, which takes
     neither time nor space.
 
     Raises:
         CheckpointError: The files changed during the copy, or there is too little space.
         OSError: The disk is full after all.
     """
-    if not nobody_writes:
+    if not is_final:
         _check_room(selection.size, target.path)
     files = selection.files
     is_held = len(files) <= MOST_OPEN
@@ -61,7 +61,7 @@ def copy(
             between()
             with contextlib.ExitStack() as own:
                 stream = opened[index] if is_held else own.enter_context(_open(item, folder, selection))
-                _copy_one(stream, item, target, nobody_writes=nobody_writes)
+                _copy_one(stream, item, target, is_final=is_final)
                 if not _is_same(stream, item):
                     raise _changed(folder, item.path)
         if not is_held:
@@ -102,8 +102,8 @@ def _check_units(folder: Path, selection: Selection, parent: Place | None) -> No
             raise _changed(folder, unit.name)
 
 
-def _copy_one(stream: BufferedReader, item: TreeFile, target: Root, *, nobody_writes: bool) -> None:
-    if nobody_writes and _link(stream, target, item.path):
+def _copy_one(stream: BufferedReader, item: TreeFile, target: Root, *, is_final: bool) -> None:
+    if is_final and _link(stream, target, item.path):
         return
     stream.seek(0)
     with target.landing(item.path) as new:
@@ -380,7 +380,7 @@ class Snapshots:
             died_ns = None if ended.exit_code == 0 else self._site.spool.wrapper.stat().st_mtime_ns
             selection = self._settling.select(is_over=True, died_ns=died_ns)
             if self._is_new(selection):
-                self._take(selection, nobody_writes=True)
+                self._take(selection, is_final=True)
             elif selection.is_empty and selection.left_out:
                 self._site.messages.say(_PART, f"no last snapshot: {waiting_words(selection)}")
         asked = self._asked()
@@ -390,7 +390,7 @@ class Snapshots:
 
     # -- how
 
-    def _take(self, selection: Selection, *, nobody_writes: bool = False) -> str | None:
+    def _take(self, selection: Selection, *, is_final: bool = False) -> str | None:
         """Copy; None, and a message, when the copy does not count."""
         folder = self._folder()
         if folder is None:
@@ -406,7 +406,7 @@ class Snapshots:
                 spool.new_folder(part),
                 parent=site.place(folder),
                 between=site.between,
-                nobody_writes=nobody_writes,
+                is_final=is_final,
             )
             name, body = self._describe(selection, progress, site.monotonic() - began)
             spool.write_json(snapshot_facts(spool, name), body)

@@ -90,7 +90,7 @@ def _failed_before(pod: Json, reason: str, message: str) -> NodeEnd:
             detail = f"container {one['name']}: {end.get('reason')}, exit code {end.get('exitCode')}"
             said = str(end.get("message") or "").strip()
             return NodeEnd(int(end["exitCode"]), None, "setup-failed", joined(detail, said))
-    return _lost(joined(reason, message) if reason or message else "the pod failed and nobody said why")
+    return _lost(joined(reason, message) if reason or message else "the pod failed without a reason")
 
 
 def _lost(detail: str) -> NodeEnd:

@@ -90,7 +90,7 @@ def test_the_tag_is_the_version_unless_it_is_given(repository, name):
 
 def test_what_is_not_a_name_is_refused_before_anything_is_built(builder):
     """By the option."""
-    with pytest.raises(SpecError, match="--push 'Not A Name' is no image name"):
+    with pytest.raises(SpecError, match="--push 'Not A Name' is not an image name"):
         sidecar_image_name("Not A Name")
 
     done = CliRunner().invoke(main, ["images", "build-sidecar", "--push", "Not A Name"])

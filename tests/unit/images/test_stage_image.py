@@ -105,8 +105,8 @@ def test_a_build_takes_the_name_that_the_stage_will_look_for(spec, tmp_path, mon
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["-t", "bad name"], "-t 'bad name' is no image name; write registry.example.com/team/name"),
-        (["--cache", "--all"], "--cache '--all' is no image name; write registry.example.com/team/name"),
+        (["-t", "bad name"], "-t 'bad name' is not an image name; write registry.example.com/team/name"),
+        (["--cache", "--all"], "--cache '--all' is not an image name; write registry.example.com/team/name"),
         (
             ["--lock", "absent/lock.json"],
             "--lock absent/lock.json: cannot be written; name a file in a folder",

@@ -300,7 +300,7 @@ def test_nodes_that_do_not_come_leave_the_training_as_it_was(world):
 
     undone = world.log.read()[-1]
     assert (undone.type, world.state.live.phase) == ("change-undone", "started")
-    assert undone.body["reason"].endswith("none to be had: 0/3 nodes are free")
+    assert undone.body["reason"].endswith("not available: 0/3 nodes are free")
     assert len(world.backend.observe(world.handle).nodes) == 1
     assert world.state.live.allocation == Allocation(SMALL)
 
