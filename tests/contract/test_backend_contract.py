@@ -203,7 +203,7 @@ def started(harness, **changes):
 
 
 def test_satisfies_the_seam(harness):
-    """The backend has every method of the protocol."""
+    """The backend has every method of the protocol (feature C1)."""
     names = [name for name in vars(Backend) if not name.startswith("_")]
 
     assert [name for name in names if not hasattr(harness.backend, name)] == []

@@ -86,7 +86,7 @@ def test_worker_killed_between_intent_and_act_with_retries(begin: Callable):
 
 @together
 def test_worker_killed_after_the_act_with_retries(begin: Callable):
-    """The machine was started and not recorded: the next try adopts it, and starts no second one."""
+    """The machine was started and not recorded: the next try adopts it, without a second (feature C6)."""
     run = begin("held", held="after", steps=100)
     run.wait_held("after")
 

@@ -54,7 +54,7 @@ def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
 
 @together
 def test_a_stage_trains_in_a_pod(begin: Callable):
-    """The task's log has the output once; outputs and report are in XCom; the pod is gone."""
+    """The task's log has the output once; outputs and report are in XCom; the pod is gone (feature E1)."""
     run = begin("on_cluster", steps=20)
 
     state = run.wait_end()

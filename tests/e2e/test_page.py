@@ -75,7 +75,7 @@ class Tab:
 
 
 def test_a_person_follows_a_stage_to_its_end(browser: webdriver.Chrome, begin: Callable):
-    """The task has a tab, during the run and after it; nothing is refused or missing."""
+    """The task has a tab, during the run and after it; nothing is refused or missing (feature E4)."""
     steps = 560 if PICTURE else 60
     run = begin("scaled" if PICTURE else "stage", steps=steps, pause=0.25)
     run.wait_step(3)

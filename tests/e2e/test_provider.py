@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def test_airflow_lists_provider_and_plugin(airflow: AirflowServices):
-    """No import fails, DAG files included."""
+    """No import fails, DAG files included (feature E8)."""
     providers = airflow.call("GET", "/providers", limit=100)["providers"]
     plugins = airflow.call("GET", "/plugins", limit=100)["plugins"]
 
@@ -23,7 +23,7 @@ def test_airflow_lists_provider_and_plugin(airflow: AirflowServices):
 
 
 def test_a_store_connection_can_be_tested_from_the_ui(airflow: AirflowServices):
-    """The button reports what it tried, and any error."""
+    """The button reports what it tried, and any error (feature E3)."""
 
     def tried(url: str) -> dict:
         body = {

@@ -11,7 +11,7 @@ together = SCENARIOS.together
 
 
 def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
-    """The sensor requests, the owner moves; no step is lost or repeated, and the summary shows it.
+    """The sensor requests, the owner moves, and no step is lost or repeated (feature C5) (feature E2).
 
     Alone, before the crowd begins: the faster offer is all of a machine of two CPUs.
     The owner may refuse at first: it judges on fresh facts, and just then the stage may be saving.

@@ -17,7 +17,7 @@ def holding(home: Path, canaries: dict[str, str]) -> Iterator[Path]:
 
 
 def test_secrets_by_reference_are_found_nowhere(begin: Callable, canaries: dict[str, str]):
-    """The training had and printed them; store, logs, database, XCom and rendered fields lack them."""
+    """The training printed them; store, logs, database, XCom and rendered fields lack them (feature A10)."""
     run = begin("secret")
 
     state = run.wait_end()

@@ -43,7 +43,7 @@ def test_a_stage_succeeds_and_hands_its_outputs_over(begin: Callable):
 
 @together
 def test_the_task_log_holds_every_line_over_five_deferrals(begin: Callable):
-    """Airflow drops a trigger's log at the next deferral; the task's log has all 150 lines once (F1)."""
+    """Airflow drops a trigger's log at a deferral; the task's has all 150 lines once (F1) (feature E11)."""
     run = begin("stage", steps=150, pause=0.4)
     for deferral in range(5):
         run.wait_step(5 + 25 * deferral)

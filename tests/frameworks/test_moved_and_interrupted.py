@@ -79,7 +79,7 @@ def test_lost_and_moved_it_ends_with_the_parameters_of_the_undisturbed(framework
 
 
 def test_one_worker_two_and_one_again_train_the_model_of_one(owned, tmp_path):
-    """Rescaled while it runs: the global batch stays, and the end is within 1e-5 of the fixed run's."""
+    """Rescaled as it runs: the same global batch, and an end within 1e-5 of the fixed run's (feature A11)."""
     run = owned("elastic_torch.yaml")
     owner = run.start("--set", f"epochs={2 * EPOCHS}")
     first = run.await_checkpoint(attempt=1)

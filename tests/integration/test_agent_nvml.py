@@ -371,7 +371,7 @@ def has(name):
 
 
 def test_the_sampler_finds_the_driver_by_itself(driver, tmp_path):
-    """In its own process below the wrapper, through the loader's path, as in any GPU image."""
+    """In its own process below the wrapper, through the loader's path, as in any GPU image (feature C2)."""
     driver.say("gpus 3", "gpm 2")
 
     samples, _ = wrapped(driver, tmp_path, has("gpu2_sm_active_percent"), CUDA_VISIBLE_DEVICES="0,2")

@@ -206,7 +206,7 @@ def test_orphans_become_no_zombies(node):
 
 
 def test_cooperating_code_leaves_at_the_end_of_an_epoch(node):
-    """Saved at a multiple of 20 steps, the protocol's code, and the control acknowledged."""
+    """Saved at a multiple of 20 steps, the protocol's code, and the control acknowledged (feature C3)."""
     node.train().ask("leave", align="epoch", align_timeout_s=60, grace_s=20)
 
     code, _, _ = node.end()
@@ -456,7 +456,7 @@ def test_a_sampler_that_is_killed_is_replaced(node):
 
 
 def test_the_machine_is_measured(node):
-    """A process that burns CPU: about the time of its own clock, with its memory, without the sampler."""
+    """A process that burns CPU: about its own clock's time, with its memory, not the sampler (feature C2)."""
     code = """
         import time
         memory, began = bytearray(b"x") * (100 << 20), time.monotonic()

@@ -167,7 +167,7 @@ def test_only_what_changed_is_built_again(project, wheels):
 
 
 def test_a_lock_builds_the_same_versions_and_names_what_is_gone(project, wheels):
-    """A newer version on the index changes nothing; an error names a deleted one."""
+    """A newer version on the index changes nothing; an error names a deleted one (feature A7)."""
     project.build("--lock", "lock.json")
     lock = json.loads((project.folder / "lock.json").read_text())
     assert lock["packages"] == {"greeting": "1.0"}
@@ -211,7 +211,7 @@ def test_a_system_package_is_installed_and_held_by_a_lock(project):
 
 
 def test_layers_travel_through_a_registry(project, tmp_path_factory, monkeypatch):
-    """Another machine (an empty storage) takes every layer from the cache of the first."""
+    """Another machine (an empty storage) takes every layer from the cache of the first (feature A7)."""
     cache = f"{project.registry}/cache/tiny"
     project.build("--cache", cache)
     root = tmp_path_factory.mktemp("other")

@@ -163,7 +163,7 @@ def names_of(shell):
 
 
 def test_an_offer_whose_node_does_not_come_is_followed_by_the_next(shell, tmp_path):
-    """The cheapest first; after its time the attempt is abandoned as not started."""
+    """The cheapest first; after its time the attempt is abandoned as not started (feature B6)."""
     settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
     settings["wait_for_node_s"] = 8
     settings["cluster_prices"] = [

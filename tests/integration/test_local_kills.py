@@ -359,7 +359,7 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_submitter_killed_at_any_step_leaves_one_attempt_or_none(backend, tmp_path, step):
-    """The next submit adopts or finishes; the command runs exactly once."""
+    """The next submit adopts or finishes; the command runs exactly once (feature C6)."""
     runs = tmp_path / "runs"
     command = ("sh", "-c", f"echo $$ >> {runs}; sleep 0.3")
     script = textwrap.dedent(f"""

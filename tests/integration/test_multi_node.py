@@ -67,7 +67,7 @@ def run_pair(tmp_path: Path) -> tuple[Store, Path]:
 
 
 def test_two_nodes_meet_at_the_address_of_node_zero(tmp_path: Path) -> None:
-    """A stand-in for torchrun on each node finds the other, and 64 = 32 samples x 2 nodes x 1 pass."""
+    """Stand-ins for torchrun find each other, and 64 = 32 samples x 2 nodes x 1 pass (feature A11)."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text("")
     (tmp_path / "pair.yaml").write_text(SPEC)

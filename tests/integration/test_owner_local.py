@@ -220,7 +220,7 @@ def test_more_than_the_machine_has_is_refused_before_anything_starts(shell):
 
 
 def test_out_of_memory_gets_more_memory(shell):
-    """256 MiB are exceeded at step 15; the next attempt has 384 MiB and resumes from step 10."""
+    """256 MiB are exceeded at step 15; the next attempt has 384 MiB and resumes from step 10 (feature C4)."""
     spec = shell.spec(failing_at=15, mode="oom", memory="256Mi", total=20)
 
     code, output = shell.run("run", "-f", spec, "--name", "one")

@@ -272,7 +272,7 @@ def save(step):
 
 
 def test_a_training_that_saves_elsewhere_is_told_so_in_its_log(plain):
-    """Log and status name the folder; the run continues (C)."""
+    """Log and status name the folder; the run continues (C) (feature C8)."""
     run = plain(script("def restore(): return 0\ndef save(step): pass", steps=400), spec=SPEC).start()
 
     said = run.until(r"\[envscaler\] no checkpoint after")

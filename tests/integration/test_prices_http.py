@@ -426,7 +426,7 @@ def _spot_of_t4(api):
 
 
 def test_the_shell_refreshes_and_plans_on_it(cloud, tmp_path, monkeypatch):
-    """A good answer, then a bad one: the good one's price stays, with its age."""
+    """A good answer, then a bad one: the good one's price stays, with its age (feature B2)."""
     monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
     for name, value in (("AWS_ACCESS_KEY_ID", "test"), ("AWS_SECRET_ACCESS_KEY", "test")):
         monkeypatch.setenv(name, value)
@@ -465,7 +465,7 @@ def test_the_shell_refreshes_and_plans_on_it(cloud, tmp_path, monkeypatch):
 
 
 def test_the_hook_asks_as_the_connection_says(cloud, tmp_path, monkeypatch):
-    """An Airflow connection of type aws, with keys and an endpoint; GCP by the API key in its extra."""
+    """A connection of type aws, with keys and an endpoint; GCP by the API key in its extra (feature E3)."""
     from airflow.sdk import Connection
 
     from envscaler_airflow.errors import SpecError

@@ -199,7 +199,7 @@ def test_a_killed_training_goes_on_from_its_last_save_and_the_report_counts_what
 
 
 def test_the_best_of_long_ago_is_there_beside_the_last(shells):
-    """At the path where the training wrote it (C3, C4)."""
+    """At the path where the training wrote it (C3, C4) (feature C8)."""
     said = shells["best-and-last"].over()
 
     assert "finds ['epoch=1-step=20.ckpt', 'last.ckpt']" in said

@@ -430,7 +430,7 @@ def test_a_start_that_can_never_be_finished_leaves_no_job(cluster, connect, what
 
 
 def test_a_queue_admits_the_job(cluster, connect):
-    """It stays suspended until another controller admits it; a stop before that is an end."""
+    """It stays suspended until another controller admits it; a stop before that is an end (feature G1)."""
     backend = connect(queue="team")
     handle = backend.submit(request_for())
     [node] = backend.observe(handle).nodes

@@ -45,7 +45,7 @@ def offer_of(backend, cpus):
 
 
 def test_a_pod_gets_more_cpu_and_memory_while_it_runs(cluster, stage):
-    """The vertical policy's move: the same pod, other requests, and no second Job."""
+    """The vertical policy's move: the same pod, other requests, and no second Job (feature D7)."""
     run = stage(checkpoint=CHECKPOINT, scaling={"policy": "vertical", "cooldown": "1s"})
     run.begin()
     [before] = cluster.list(PODS, "default")
@@ -62,7 +62,7 @@ def test_a_pod_gets_more_cpu_and_memory_while_it_runs(cluster, stage):
 
 
 def test_an_elastic_stage_gets_nodes_while_it_runs(cluster, stage):
-    """Finally one Job of three pods; the first pod is the original one."""
+    """Finally one Job of three pods; the first pod is the original one (feature C5)."""
     run = stage(**ELASTIC)
     run.begin()
     [first] = cluster.list(PODS, "default")

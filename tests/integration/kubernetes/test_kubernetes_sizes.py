@@ -27,7 +27,7 @@ def attempt_of(handle):
 
 
 def test_a_mixed_attempt_is_a_job_for_each_offer(cluster, connect):
-    """Ranks continue across the Jobs, each Job owns its objects, and all are deleted."""
+    """Ranks continue across the Jobs, each Job owns its objects, and all are deleted (feature B7)."""
     backend = connect()
     request = request_for(allocation=MIXED)
 

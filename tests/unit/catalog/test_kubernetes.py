@@ -357,7 +357,7 @@ def shell(tmp_path, monkeypatch):
 
 
 def test_the_shell_lists_a_clusters_nodes_at_the_clouds_price(shell):
-    """The spot node has no published price; the user's own price takes precedence over the cloud's."""
+    """The spot node has no published price; the user's own price precedes the cloud's (feature B1)."""
     spot = node(name="b", labels={"eks.amazonaws.com/capacityType": "SPOT"})
     text = json.dumps({"kind": "List", "items": [EKS, spot]})
 

@@ -72,7 +72,7 @@ def test_plan_prints_the_table_that_users_know(shell):
 
 
 def test_plan_as_json_has_chosen_candidates_and_rejected(shell):
-    """With every documented field, for tools."""
+    """With every documented field, for tools (feature B3)."""
     got = json.loads(shell("plan", "--json").output)
 
     chosen = got["chosen"]
@@ -137,7 +137,7 @@ def test_a_price_limit_names_what_it_costs_at_least(shell):
 
 
 def test_offers_are_listed_by_price(shell):
-    """Spot and on demand, zones at one price as one line."""
+    """Spot and on demand, zones at one price as one line (feature B1)."""
     got = shell("offers", "--gpu", "T4")
 
     names = [line.split()[0] + " " + line.split()[-4] for line in got.output.splitlines()[1:-1]]
@@ -165,7 +165,7 @@ def test_a_gpu_that_nobody_sells_gets_a_hint(shell):
 
 
 def test_a_job_is_planned_with_times_costs_and_mixed_fleets(shell):
-    """Duration, certainty, and the source of the speed."""
+    """Duration, certainty, and the source of the speed (feature B3)."""
     got = json.loads(shell("plan", "--json", "--job", "resnet50-imagenet", "--work", "1e6").output)
 
     chosen = got["chosen"]
@@ -254,7 +254,7 @@ def test_what_was_refused_of_a_table_is_named(shell, tmp_path, command, line):
 
 
 def test_a_machine_of_ones_own_is_among_the_others_and_costs_nothing(shell):
-    """Unless its owner sets a price; it is never rounded, and is listed by its name."""
+    """Unless its owner sets a price; it is never rounded, and is listed by its name (feature B8)."""
     free = json.loads(shell("plan", "--json", "--own", "box,cpus=8,memory=32Gi,gpu=T4:1").output)
     dear = json.loads(shell("plan", "--json", "--own", "box,cpus=8,memory=32Gi,gpu=T4:1,usd=9").output)
 
@@ -348,7 +348,7 @@ def test_what_costs_less_and_takes_longer_is_told_by_its_time():
     ("usd", "share"), [(0.25, "50%"), (0.499, "100%"), (0.5, None), (0.75, None)], ids=str
 )
 def test_only_a_commitment_that_costs_less_is_worth_a_word(usd, share):
-    """On demand is 0.50 an hour: at 0.25 it pays from half of the time on, at 0.50 never."""
+    """On demand is 0.50 an hour: at 0.25 it pays from half of the time on, at 0.50 never (feature B8)."""
     offer = Offer("aws", "us-east-1", "g4dn.xlarge", "on-demand", 4, 16, usd_per_hour=0.5)
     made = SimpleNamespace(chosen=SimpleNamespace(allocation=SimpleNamespace(offer=offer)))
 

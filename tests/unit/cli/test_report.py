@@ -105,7 +105,7 @@ def test_a_run_that_never_moved_is_the_same_as_its_static_plan(story):
 
 
 def test_a_run_that_cost_more_says_by_how_much(story):
-    """1,000 s twice for the work of 1,000 s (F11)."""
+    """1,000 s twice for the work of 1,000 s (F11) (feature G3)."""
     story.attempt(SMALL, outcome="lost", start_step=0, step=800, checkpoint_step=400)
     story.attempt(SMALL, outcome="succeeded", start_step=400, step=800)
     story.add("succeeded", outputs={})

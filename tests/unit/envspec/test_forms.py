@@ -59,7 +59,7 @@ def needs(resources):
     ],
 )  # fmt: skip
 def test_short_forms_become_our_own(tmp_path, text, expected, is_ordered):
-    """SkyPilot's and dstack's resources."""
+    """SkyPilot's and dstack's resources (feature A12)."""
     resources = load(tmp_path, f"resources: {text}\n").resources
 
     assert needs(resources) == expected

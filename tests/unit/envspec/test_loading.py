@@ -75,7 +75,7 @@ def test_the_short_layout_keeps_its_meaning():
 
 
 def test_the_long_layout_keeps_its_meaning():
-    """Parameters fill in, `false` is text, a secret gets its key, four nodes of two processes each."""
+    """Parameters fill in, `false` is text, a secret gets its key, 4 nodes of 2 processes (feature A1)."""
     spec = load_spec(DATA / "long.yaml")
 
     assert spec.resources.requests.gpu.type == ("V100",)

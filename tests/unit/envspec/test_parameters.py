@@ -133,7 +133,7 @@ def test_a_required_parameter_without_a_value_is_one_fault(tmp_path):
 
 
 def test_the_form_has_types_bounds_and_descriptions(tmp_path):
-    """As JSON schemas."""
+    """As JSON schemas (feature E5)."""
     path = write(
         tmp_path,
         "parameters:\n"

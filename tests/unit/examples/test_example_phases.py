@@ -47,7 +47,7 @@ def test_the_stage_walks_from_four_to_eight_to_two():
 
 
 def test_a_bigger_need_is_met_before_its_phase_begins():
-    """Earlier runs forecast training in 80 s, and a move takes 60: now. In 200 s: not yet."""
+    """Earlier runs forecast training in 80 s, and a move takes 60: now. In 200 s: not yet (feature D5)."""
     soon, later = (
         decide(seen(4, "loading", next_phase="training", next_phase_in_s=left_s), POLICY)
         for left_s in (80.0, 200.0)

@@ -314,7 +314,7 @@ def test_this_machine_can_be_looked_at():
 
 
 def test_the_shell_ends_with_one_when_something_is_missing(tmp_path, monkeypatch):
-    """Zero when nothing is missing; a list for tools."""
+    """Zero when nothing is missing; a list for tools (feature A4)."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "envscaler.yaml").write_text("version: v1\nname: s\nbase: {image: b}\nentrypoint: [sh]\n")
     (tmp_path / "big.yaml").write_text(

@@ -40,7 +40,7 @@ def test_a_valid_spec_ends_with_zero_and_its_hash(call):
 
 
 def test_every_fault_is_shown_at_once_and_ends_with_two(call, tmp_path):
-    """Two faults, each with file, line and path."""
+    """Two faults, each with file, line and path (feature A4)."""
     (tmp_path / "bad.yaml").write_text(
         "version: v1\nname: x\nresources: {requests: {memory: 4096}}\nentrypont: [a]\n"
     )
@@ -103,7 +103,7 @@ def test_renders_to_a_folder_with_scripts_that_run(call, tmp_path):
 
 
 def test_renders_the_composed_spec_with_where_each_value_came_from(call):
-    """Resolved values, then file and line of each."""
+    """Resolved values, then file and line of each (feature A2)."""
     got = call("render", "--target", "spec")
 
     assert '- "3"' in got.output
@@ -111,7 +111,7 @@ def test_renders_the_composed_spec_with_where_each_value_came_from(call):
 
 
 def test_a_target_takes_its_overlay(call):
-    """``targets.vm`` counts for the machine's rendering and for no other."""
+    """``targets.vm`` counts for the machine's rendering and for no other (feature A2)."""
     assert "debian:12" in call("render", "--target", "vm").output
     assert "FROM python:3.11-slim" in call("render", "--target", "docker").output
 

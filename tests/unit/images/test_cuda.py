@@ -109,7 +109,7 @@ def test_the_tables_cover_each_other():
 
 
 def test_a_plan_passes_over_gpus_that_the_packages_have_no_kernels_for(tmp_path, monkeypatch):
-    """CUDA 11.8 has none for a B200: an H100 is chosen, and without it the reason has the right versions."""
+    """CUDA 11.8 has none for a B200: an H100 is chosen, else the reason has right versions (feature A5)."""
     monkeypatch.chdir(tmp_path)
     head = "version: v1\nname: s\nruntimes: [{type: python, packages: ['torch==2.3.0+cu118']}]\n"
     (tmp_path / "any.yaml").write_text(head + "resources: {accelerators: {B200: 8, H100: 8}}\n")

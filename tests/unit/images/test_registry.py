@@ -105,7 +105,7 @@ def test_an_unreachable_store_is_never_a_success(store, tmp_path):
 
 
 def test_the_cache_works_offline(registry, store, tmp_path):
-    """An entry that was pulled once needs no store: exact, by range, and through a spec."""
+    """An entry that was pulled once needs no store: exact, by range, and through a spec (feature A8)."""
     registry.publish("team/base", "1.2.0", MODULE)
     registry.pull("team/base@1.2")
     offline = SpecRegistry(lambda: Offline(store.url), cache=tmp_path / "cache")
@@ -192,7 +192,7 @@ def test_a_shipped_module_loads_in_every_variant(name, tmp_path):
 
 
 def test_the_shell_publishes_lists_shows_and_pulls(tmp_path, monkeypatch):
-    """The whole way, with a module in a file and a spec that uses it by range."""
+    """The whole way, with a module in a file and a spec that uses it by range (feature A8)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("ENVSCALER_STORE_URL", f"file://{tmp_path}/store")

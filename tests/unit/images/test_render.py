@@ -69,7 +69,7 @@ def _stay_here(monkeypatch):
 
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_renders_as_the_golden_files_say(name, target, tmp_path):
-    """Every artefact of every target equals its reviewed golden file."""
+    """Every artefact of every target equals its reviewed golden file (feature A6)."""
     folder = GOLDEN / name / target
 
     got = rendered(name, target, tmp_path)

@@ -81,7 +81,7 @@ def test_a_file_of_conda_says_what_to_write(tmp_path):
     ],
 )
 def test_a_file_of_another_tool_says_how_pip_s_is_made(tmp_path, name, text, words):
-    """It was copied into the image, and pip failed there (E)."""
+    """It was copied into the image, and pip failed there (E) (feature A12)."""
     assert words in refused(tmp_path, text, name=name)
 
 

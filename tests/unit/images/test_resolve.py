@@ -69,7 +69,7 @@ def test_packages_that_go_together_have_exact_versions(tmp_path, index):
 
 
 def test_a_conflict_is_told_with_the_chain_of_who_needs_what_in_time(tmp_path, index):
-    """The chain trainer -> frame<2 -> arrays<2 against the stage's own arrays>=2; well under ten seconds."""
+    """The chain trainer -> frame<2 -> arrays<2 against the stage's arrays>=2, within seconds (feature A5)."""
     begun = time.monotonic()
 
     with pytest.raises(SpecError, match="cannot be installed together") as caught:

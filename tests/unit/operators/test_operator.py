@@ -36,7 +36,7 @@ def world(tmp_path, monkeypatch):
 
 
 def test_nothing_is_read_while_the_dag_file_is_parsed():
-    """No spec, no store: parsing a DAG file with an operator only checks its arguments."""
+    """No spec, no store: parsing a DAG file with an operator only checks its arguments (feature E8)."""
     operator = EnvStageOperator(task_id="train", spec="no/such/file.yaml", deadline="nonsense")
 
     assert operator.retries == 3
@@ -98,7 +98,7 @@ def test_execute_starts_an_attempt_and_defers(world):
 
 
 def test_success_pushes_each_output_and_returns_the_report(world):
-    """``train.output["model"]`` is the output's URI."""
+    """``train.output["model"]`` is the output's URI (feature E9)."""
     operator, ti = world.operator(), Ti()
     world.execute(operator, ti)
     world.end(outputs={"model": "file:///model"})
@@ -214,7 +214,7 @@ def test_a_failed_trigger_is_replaced_three_times(world):
 
 
 def test_parameters_come_from_the_form_and_then_from_the_operator(world):
-    """DAG params count only if the spec knows their names."""
+    """DAG params count only if the spec knows their names (feature A3)."""
     world.params = {"rate": 0.5, "other": 1, "note": None}
 
     world.execute(world.operator(parameters={"note": "mine"}))

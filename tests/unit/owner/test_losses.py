@@ -137,7 +137,7 @@ def test_the_spec_is_never_asked_for_less(every, allocation, ended, got):
 
 
 def test_the_next_machine_is_told_how_often_to_save(new_world):
-    """After a loss on spot: the event has the interval with its rate, and so does the control."""
+    """After a loss on spot: event and control have the interval with its rate (feature C3)."""
     world = new_world((DEMAND, SPOT), spec=SPEC)
     owner = world.controller()
     owner.enter()

@@ -30,7 +30,7 @@ checkpoint: {every: 10m}
 
 
 def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
-    """$0.05 an hour against $0.05: a check of 30 s, a save of 20 s and a drain of 30 s fit in (A6)."""
+    """$0.05 an hour, $0.05 in all: a check of 30 s, a save of 20 and a drain of 30 fit (A6) (feature G2)."""
     owner = world.controller(budget_usd=0.05)
     watch = world.watch(owner.enter())
     world.say(checkpoint_s=20.0)

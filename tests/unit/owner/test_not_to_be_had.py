@@ -48,7 +48,7 @@ def never_came(world, *nodes):
 
 
 def test_nodes_that_do_not_come_lead_to_the_next_offer_and_are_remembered(world):
-    """No spot capacity: the machine is released, other runs learn of it, and on-demand is next."""
+    """No spot capacity: the owner releases the machine, tells other runs, tries on-demand (feature B6)."""
     owner = world.controller()
     waiting = owner.enter()
     first = world.state.live.allocation

@@ -205,7 +205,7 @@ def test_recorded_checks_are_decided_again_alike(world):
 
 
 def test_the_shell_replays_and_explains_it(world):
-    """The replay gives the same decisions, and the explanation includes its own numbers."""
+    """The replay gives the same decisions, and the explanation includes its own numbers (feature G6)."""
     checked(world, lambda _query: (150.0,))
     where = [world.prefix, "--store", world.store.url]
 

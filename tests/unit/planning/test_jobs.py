@@ -52,7 +52,7 @@ def test_a_step_takes_no_less_than_its_longer_part_and_no_more_than_both(local, 
 
 
 def test_a_fit_finds_the_step_that_made_the_timings():
-    """From a prior that is wrong by half to two times, with 2 % noise: within 5 % where it was measured."""
+    """From a prior wrong by up to two times, with 2 % noise: within 5 % where measured (feature B4)."""
     rng = random.Random(1)
     places = [(local, gpus, 1) for local in (8, 32, 128) for gpus in (1, 2, 4)] + [(32, 8, 2), (128, 8, 2)]
     timings = [Timing(*place, STEP.seconds(*place) * math.exp(rng.gauss(0, 0.02))) for place in places]
@@ -188,7 +188,7 @@ def test_a_host_without_memory_for_its_gpus_is_refused():
 
 
 def test_a_plan_with_a_job_compares_types_and_numbers():
-    """The model that does not fit is rejected with its reason; nodes x type are alternatives."""
+    """The model that does not fit is rejected with its reason; nodes x type are alternatives (feature B4)."""
     rows = {
         Kind("aws", "g4dn.metal", 96, 384, "T4", 8, 16): [Row("r", usd=1.0)],
         Kind("aws", "p4de", 96, 1152, "A100-80GB", 8, 80): [Row("r", usd=27.0)],

@@ -196,7 +196,7 @@ def test_what_is_looked_up_holds_for_these_rows(name, rows):
     ],
 )
 def test_these_rows_call_for_this_recovery(recovery, rows):
-    """A fault of the code is not repeated for long; the loss of its machine always is."""
+    """A fault of the code is not repeated for long; the loss of its machine always is (feature C4)."""
     assert {row.name for row in OUTCOMES.values() if row.recovery == recovery} & TODAY == rows
 
 

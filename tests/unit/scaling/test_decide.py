@@ -26,7 +26,7 @@ def test_moves_to_what_finishes_for_less():
 
 
 def test_bills_the_move_itself():
-    """An hour and a half without training at $1.50 offsets the saving of the move."""
+    """An hour and a half without training at $1.50 offsets the saving of the move (feature D2)."""
     slow = replace(SEEN, overheads=Overheads(start_s=5400))
 
     got = decide(slow, NOW)

@@ -31,7 +31,7 @@ from envscaler_airflow.scaling import (
     ],
 )
 def test_guards_hold_back_what_the_policy_wants(facts, policy, reason):
-    """The same guards check every policy."""
+    """The same guards check every policy (feature D6)."""
     got = decide(replace(SEEN, **facts), replace(NOW, **policy))
 
     assert got.action == "keep"

@@ -58,7 +58,7 @@ DEADLINE = Policy("deadline", stabilization_s=0.0)
 
 
 def test_stays_on_spot_while_that_is_safe():
-    """Two hours may be lost."""
+    """Two hours may be lost (feature D3)."""
     got = decide(seen(SPOT, OD), DEADLINE)
 
     assert got.action == "keep"
@@ -98,7 +98,7 @@ def test_the_spot_nodes_of_a_mixed_allocation_are_left_in_time_too():
 
 
 def test_goes_back_to_spot_when_two_starts_fit():
-    """On-demand to spot while running: of one hour of slack, two starts and a check use half."""
+    """On-demand to spot while running: of one hour of slack, two starts and a check use half (feature D8)."""
     got = decide(seen(OD, SPOT, left_h=9.5), DEADLINE)
 
     assert (got.action, got.target) == ("move", SPOT)
@@ -160,7 +160,7 @@ def in_phase(current, name, **more):
     ("name", "current", "target"), [("training", FOUR, EIGHT), ("evaluation", EIGHT, TWO)]
 )
 def test_four_eight_two(name, current, target):
-    """Loading on 4 nodes, training on 8, evaluation on 2: one move each."""
+    """Loading on 4 nodes, training on 8, evaluation on 2: one move each (feature D4)."""
     got = decide(in_phase(current, name), PHASES)
 
     assert (got.action, got.target) == ("move", target)
@@ -238,7 +238,7 @@ def test_a_phase_is_told_from_the_gpus_when_nobody_announces_it():
 
 
 def test_a_phase_that_needs_larger_gpus_gets_them():
-    """Full fine-tuning requires 80 GB."""
+    """Full fine-tuning requires 80 GB (feature D7)."""
     policy = replace(PHASES, phases=(PhaseNeed("full-finetune", None, 80.0),))
     large = on(gpu_gb=80.0, usd=6.0, kind="p4de")
 
@@ -494,7 +494,7 @@ def test_more_losses_never_lengthen_the_interval(save, rate):
 
 
 def test_a_price_above_its_recent_level_raises_the_risk():
-    """The zone's own level decides, within bounds; an unknown price gives 1."""
+    """The zone's own level decides, within bounds; an unknown price gives 1 (feature B7)."""
     assert price_risk(1.02, [1.0] * 9) == pytest.approx(1.25, abs=0.01)
     assert price_risk(0.9, [1.0] * 9) == 0.5
     assert price_risk(9.0, [1.0] * 9) == 4.0

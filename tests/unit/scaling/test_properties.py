@@ -200,7 +200,7 @@ def test_a_recorded_check_gives_the_recorded_decision(seen, policy):
 @unhurried
 @given(movable(), eager | policies)
 def test_what_was_decided_is_validated_on_the_same_facts(seen, policy):
-    """An owner with the same facts accepts it."""
+    """An owner with the same facts accepts it (feature B10)."""
     got = decide(seen, policy)
     if got.action != "move":
         return

@@ -26,7 +26,7 @@ from envscaler_airflow.scaling import (
 
 
 def test_a_recorded_check_decides_the_same_again():
-    """After a JSON round trip the observation gives the recorded decision."""
+    """After a JSON round trip the observation gives the recorded decision (feature G6)."""
     check = Check(SEEN, NOW, decide(SEEN, NOW))
     line = json.dumps(check.to_dict(), allow_nan=False)
 

@@ -53,7 +53,7 @@ def nodes_after(observation: Observation, policy: Policy = POLICY) -> int:
     ],
 )
 def test_scales_on_three_checks_in_a_row(values, nodes):
-    """Above 80 three times: one node more; below 40 three times: one node fewer."""
+    """Above 80 three times: one node more; below 40 three times: one node fewer (feature D1)."""
     assert nodes_after(seen(values)) == nodes
 
 

@@ -26,7 +26,7 @@ def run(*arguments):
 
 
 def test_spot_prints_jobs_and_a_summary():
-    """Every start of the set, with the documented fields."""
+    """Every start of the set, with the documented fields (feature D9)."""
     got = run("spot", *TRACES, "--policy", "uniform-progress", "--json")
 
     report = json.loads(got.stdout)

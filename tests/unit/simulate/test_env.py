@@ -26,7 +26,7 @@ ZONES = {"z": [1, 1, 1, 0, 0, 1, 1, 0] * 5}
 
 
 def test_an_episode_costs_what_the_simulator_says():
-    """The answers of Uniform Progress, step by step: the rewards add up to minus the cost."""
+    """The answers of Uniform Progress, step by step: the rewards add up to minus the cost (feature D9)."""
     run = simulate_spot(JOB, ZONES, UniformProgress())
     env = SpotEnv(lambda _random: (JOB, ZONES))
     seen, _ = env.reset(seed=1)
@@ -93,7 +93,7 @@ def test_a_recorded_run_replays_as_it_was():
 
 
 def test_another_policy_is_labelled_from_its_first_other_decision_on():
-    """Under vertical the stage would have stayed: everything after that is counterfactual."""
+    """Under vertical the stage would have stayed: everything after that is counterfactual (feature D9)."""
     report = replay_run(checks(), "vertical")
 
     assert report["summary"]["different"] == 3
