@@ -12,12 +12,12 @@ from envscaler_airflow.cli.common import default_store_url, output_option, shell
 from envscaler_airflow.cli.specs import spec_options, spec_registry, spec_to_run
 from envscaler_airflow.envspec import EnvSpec, spec_hash
 from envscaler_airflow.envspec.loading import load_with_sources
+from envscaler_airflow.envspec.schema import reference_text, schema_text
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.distributed import batches
 from envscaler_airflow.images.dry_run import TARGETS, cluster_offers, missing_on
 from envscaler_airflow.images.needs import local_source_faults
 from envscaler_airflow.images.requirements import read_requirements
-from envscaler_airflow.images.spec_reference import reference_text, schema_text
 from envscaler_airflow.scaling.from_spec import speedup_warning
 from envscaler_airflow.scaling.registry import check_policy
 

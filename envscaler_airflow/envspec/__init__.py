@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envscaler_airflow.envspec.form import spec_params
     from envscaler_airflow.envspec.loading import Loaded, load_spec, load_with_sources, spec_hash
     from envscaler_airflow.envspec.models import EnvSpec
+    from envscaler_airflow.envspec.parameters import spec_params
     from envscaler_airflow.envspec.resources import NodeRange, Resources
     from envscaler_airflow.envspec.running import Checkpoint, Every, Scaling
     from envscaler_airflow.envspec.schema import json_schema
@@ -31,7 +31,7 @@ _HOMES = {
     "load_with_sources": "loading",
     "parse_reference": "secrets",
     "spec_hash": "loading",
-    "spec_params": "form",
+    "spec_params": "parameters",
 }
 
 __all__ = [

@@ -18,9 +18,8 @@ from envscaler_airflow.envspec.gpus import MEMORY_GB, is_share, nearest
 from envscaler_airflow.envspec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.envspec.models import UNHASHED_FIELDS, EnvSpec
 from envscaler_airflow.envspec.secrets import check_secrets
-from envscaler_airflow.envspec.shell import check_scripts
 from envscaler_airflow.envspec.shortforms import normalise, split_commands
-from envscaler_airflow.envspec.templates import Names, render
+from envscaler_airflow.envspec.templates import Names, check_scripts, render
 from envscaler_airflow.envspec.validation import validate
 
 TARGETS = ("local", "docker", "kubernetes", "vm")

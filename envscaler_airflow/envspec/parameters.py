@@ -1,15 +1,20 @@
-"""Typed parameters: their definitions, their values, and the form that Airflow shows for them."""
+"""Typed parameters: their definitions, their values, and the form that Airflow shows for them.
+
+This module imports neither pydantic nor Jinja2, because DAG files call it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from envscaler_airflow.envspec import patterns
+from envscaler_airflow.envspec.compose import Registry, gather, merge
 from envscaler_airflow.envspec.documents import Node
 from envscaler_airflow.envspec.faults import Faults
 from envscaler_airflow.envspec.literals import (
@@ -447,3 +452,22 @@ _SCHEMA_TYPES = {
     "duration": "string",
     "quantity": "string",
 }
+
+
+def spec_params(
+    path: str | os.PathLike[str], *, registry: Registry | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return each parameter of the spec in *path* as a JSON schema; a required one has no ``default``.
+
+    Raises:
+        SpecError: The spec cannot be read, or its parameters are invalid.
+    """
+    faults = Faults()
+    block: Node | None = None
+    for document in gather(path, faults, registry=registry).documents:
+        node = document.get("parameters")
+        if node is not None:
+            block = node if block is None else merge(block, node)
+    declared = declare(block, faults)
+    faults.raise_if_any()
+    return {name: parameter.to_json_schema() for name, parameter in declared.items() if parameter is not None}

@@ -1,9 +1,15 @@
-"""JSON Schema of a spec document, for completion and validation of ``envscaler.yaml`` in editors."""
+"""JSON Schema of a spec document, for editors, and the reference page: both written from the models."""
 
 from __future__ import annotations
 
+import json
+import re
+from functools import cache
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from envscaler_airflow.envspec import fields as kinds
 from envscaler_airflow.envspec.models import RESOLVED_FIELDS, EnvSpec
 from envscaler_airflow.envspec.parameters import TYPES
 
@@ -92,3 +98,218 @@ def _or_template(node: dict[str, Any]) -> dict[str, Any]:
         inner = {key: item for key, item in node.items() if key not in outer}
         return {**outer, "anyOf": [inner, _TEMPLATE]}
     return node
+
+
+SCHEMA_FILE = "envspec.schema.json"
+"""The shipped schema, beside this module."""
+
+_HEAD = """\
+# Fields of an environment spec
+
+`envscaler schema --markdown` generates this page from the models; a test keeps it current. [spec.md](spec.md)
+explains short forms, merge rules, parameters and references to secrets.
+
+Editors complete and check `envscaler.yaml` with the shipped JSON Schema, which `envscaler schema` prints.
+Store it beside the spec, and begin the spec with `# yaml-language-server: $schema=./envspec.schema.json`.
+
+Every value may be a template, such as `"{{ parameters.gpu_count }}"`. `null` removes the value of an extended
+spec.
+"""
+
+_COMPOSITION = f"""\
+## Composition
+
+Fields of a document that a resolved spec no longer has.
+
+| field | type | meaning |
+|---|---|---|
+| `extends` | list of references | specs to merge this one over: `./base.yaml`, `registry://team/name@1.2` |
+| `modules` | list of references | modules to merge over what the spec extends |
+| `parameters` | map of name to parameter | `type` ({", ".join(TYPES)}), `default`, `minimum`, ... |
+| `inputs` | list of names | inputs that the stage takes; `{{{{ inputs.model }}}}` is their URI |
+| `targets` | map of target to overlay | what differs on `local`, `docker`, `kubernetes`, `vm` or another |
+"""
+
+_UNITS: tuple[tuple[Any, str, str], ...] = (
+    (kinds.Cpu, "quantity", "cores"),
+    (kinds.Memory, "quantity", "bytes"),
+    (kinds.GpuMemory, "quantity", "GB, nominal"),
+    (kinds.Duration, "duration", "time"),
+    (kinds.Count, "integer", "number"),
+    (kinds.Fraction, "number", "share, 0 to 1"),
+    (kinds.AbsolutePath, "path", ""),
+    (kinds.LocalPath, "path", ""),
+    (kinds.WebUrl, "URL", ""),
+)
+"""Field types that have their own text in the reference: what to write, and its unit."""
+_PLAIN = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
+_MADE_UP = {"integer": "2", "number": "0.5", "boolean": "true"}
+
+_BY_FIELD: dict[str, str] = {
+    "EnvSpec.description": "Fine-tuning on GLUE.",
+    "EnvSpec.system_packages": "[git, git-lfs]",
+    "EnvSpec.runtimes": "[{type: python, requirements: requirements.txt}]",
+    "EnvSpec.num_nodes": "1..4",
+    "EnvSpec.volumes": "[{name: data, source: s3://bucket/glue, mount_path: /data}]",
+    "EnvSpec.env": '[{name: OMP_NUM_THREADS, value: "4"}]',
+    "EnvSpec.outputs": "{model: /output/model}",
+    "EnvSpec.distributed": "{launcher: torchrun, global_batch: 256}",
+    "EnvSpec.checkpoint": "{path: /output/checkpoints, every: 10m}",
+    "EnvSpec.scaling": "{min_nodes: 1, max_nodes: 4}",
+    "EnvSpec.stall": "{factor: 20, min: 10m}",
+    "EnvSpec.failure": "{max_fruitless_attempts: 3}",
+    "Base.distro": "debian",
+    "Base.credentials": "env:REGISTRY_LOGIN",
+    "Base.provides": "{torch: 2.1.0}",
+    "Runtime.version": '"3.10"',
+    "Runtime.requirements": "requirements.txt",
+    "Runtime.channels": "[conda-forge]",
+    "Runtime.credentials": "env:WHEELS_LOGIN",
+    "Resources.requests": "{cpu: 8, memory: 32Gi}",
+    "Resources.limits": "{memory: 64Gi}",
+    "Resources.region": "us-east-1",
+    "Resources.zone": "us-east-1a",
+    "Resources.instance_type": "g5.xlarge",
+    "Resources.disk_tier": "high",
+    "Resources.disk_size": "200Gi",
+    "Resources.any_of": "[{requests: {gpu: {type: H100}}}, {requests: {gpu: {type: A100}}}]",
+    "Resources.ordered": "[{use_spot: true}, {use_spot: false}]",
+    "Requests.gpu": "{count: 2, type: [A100-80GB, H100]}",
+    "Volume.name": "data",
+    "Volume.source": "s3://bucket/glue",
+    "Volume.mount_path": "/data",
+    "Volume.region": "us-east-1",
+    "Volume.zone": "us-east-1a",
+    "Volume.size": "200Gi",
+    "Volume.storage_class": "fast-ssd",
+    "EnvVar.value": '"4"',
+    "EnvVar.value_from": "secret:wandb/api-key",
+    "Checkpoint.path": "/output/checkpoints",
+    "Checkpoint.every": "100 steps",
+    "Scaling.rules": "[{metric: gpu_utilization, above: 80, for: 3 samples}]",
+    "Scaling.target": "{gpu_utilization: 70}",
+    "Scaling.phases": "{warmup: {nodes: 1}, train: {nodes: 4}}",
+    "Scaling.speedup": "[{offer: local/cpu-2, relative_to: local/cpu-1, mean: 1.7, stdev: 0.2, source: a}]",
+    "MetricRule.for": "5m",
+    "MetricRule.prometheus": "avg(DCGM_FI_PROF_GR_ENGINE_ACTIVE)",
+    "MetricRule.above": "80",
+    "MetricRule.below": "20",
+    "Distributed.world_size": "16",
+    "Distributed.global_batch": "256",
+    "Distributed.model_parallel": "8",
+    "Stall.factor": "20",
+    "Failure.oom_memory_factor": "1.5",
+    "Failure.oom_memory_cap": "128Gi",
+    "Scaling.cooldown": "30m",
+    "Scaling.tolerance": "0.1",
+    "Scaling.max_nodes": "4",
+    "Speedup.mean": "1.7",
+    "Speedup.stdev": "0.2",
+    "Speedup.offer": "local/cpu-2",
+    "Speedup.relative_to": "local/cpu-1",
+    "Speedup.source": "measured on 2026-01-10",
+    "Metrics.log_patterns": "{loss: 'loss ([0-9.]+)'}",
+}
+"""Examples for fields whose type has no fitting example."""
+
+
+def schema_text() -> str:
+    """The JSON Schema, as shipped."""
+    return json.dumps(json_schema(), indent=1, sort_keys=True) + "\n"
+
+
+def reference_text() -> str:
+    """The reference as Markdown: the document, then each part in the order of its first appearance."""
+    document, *others = [_section(name, part) for name, part in _parts().items()]
+    return "\n".join([_HEAD, document, _COMPOSITION, *others])
+
+
+@cache
+def _parts() -> dict[str, dict[str, Any]]:
+    """JSON Schemas of the document and its parts, by model, as pydantic creates them from resolved specs."""
+    document = EnvSpec.model_json_schema(mode="serialization")
+    document["properties"] = {
+        name: field for name, field in document["properties"].items() if name not in RESOLVED_FIELDS
+    }
+    known = {**document["$defs"], "EnvSpec": document}
+    names = ["EnvSpec"]
+    for name in names:
+        found = re.findall(r'"#/\$defs/(\w+)"', json.dumps(known[name]["properties"]))
+        names += [each for each in dict.fromkeys(found) if each not in names]
+    return {name: known[name] for name in names}
+
+
+def _section(model: str, part: dict[str, Any]) -> str:
+    text = part["description"].replace("``", "`")
+    if model == "EnvSpec":
+        text = text.partition("\n")[0]
+    lines = ["| field | type | unit | default | example |", "|---|---|---|---|---|"]
+    for name, field in part["properties"].items():
+        cells = (f"`{name}`", *_kind(field), _default(field), f"`{_example(f'{model}.{name}', field)}`")
+        lines.append(f"| {' | '.join(cells)} |")
+    title = "The document" if model == "EnvSpec" else model
+    return f"## {title}\n\n{text}\n\n" + "\n".join(lines) + "\n"
+
+
+def _present(field: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a value that is not null."""
+    return next((one for one in field.get("anyOf", ()) if one != {"type": "null"}), field)
+
+
+@cache
+def _units() -> list[tuple[dict[str, Any], str, str]]:
+    return [(TypeAdapter(hint).json_schema(mode="serialization"), kind, unit) for hint, kind, unit in _UNITS]
+
+
+def _kind(field: dict[str, Any]) -> tuple[str, str]:
+    """What to write, and its unit."""
+    field = _present(field)
+    bare = {key: item for key, item in field.items() if key not in ("title", "default")}
+    for schema, kind, unit in _units():
+        if bare == schema:
+            return kind, unit
+    if "$ref" in field:
+        return f"[{_model(field)}](#{_model(field).lower()})", ""
+    if choices := _choices(field):
+        return " / ".join(f"`{value}`" for value in choices), ""
+    if inner := field.get("items") or field.get("additionalProperties"):
+        kind, unit = _kind(inner)
+        return f"{'list of' if 'items' in field else 'map of name to'} {kind}", unit
+    return _PLAIN[field["type"]], ""
+
+
+def _model(field: dict[str, Any]) -> str:
+    return str(field["$ref"].rpartition("/")[2])
+
+
+def _choices(field: dict[str, Any]) -> list[str]:
+    return [field["const"]] if "const" in field else field.get("enum", [])
+
+
+def _default(field: dict[str, Any]) -> str:
+    if "default" not in field:
+        return "required"
+    value = field["default"]
+    if "$ref" in field:
+        own = _parts()[_model(field)]["properties"]
+        kept = {key: item for key, item in value.items() if item != own[key].get("default")}
+        return f"`{_shown(kept)}`" if kept else "its own defaults"
+    return "none" if value in (None, "", [], {}) else f"`{_shown(value)}`"
+
+
+def _example(name: str, field: dict[str, Any]) -> str:
+    """Example of the field *name* or of its type; otherwise the first choice or a plain value."""
+    field = _present(field)
+    if name in _BY_FIELD or "examples" in field:
+        return _shown(_BY_FIELD.get(name) or field["examples"][0])
+    if "$ref" in field:
+        model = _model(field)
+        first, inner = next(iter(_parts()[model]["properties"].items()))
+        return f"{{{first}: {_example(f'{model}.{first}', inner)}}}"
+    if "items" in field:
+        return f"[{_example('', field['items'])}]"
+    return _choices(field)[0] if _choices(field) else _MADE_UP.get(field["type"], "")
+
+
+def _shown(value: Any) -> str:
+    return (value if isinstance(value, str) else json.dumps(value)).replace("|", "\\|")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.envspec import load_spec, patterns
-from envscaler_airflow.envspec.shell import contexts
+from envscaler_airflow.envspec.templates import contexts
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.operators.params import spec_params
 
