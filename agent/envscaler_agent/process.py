@@ -1,9 +1,10 @@
-"""The command as a process group, and all its descendants."""
+"""The command: values inserted into its words, its process group, and all its descendants."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -150,3 +151,28 @@ def _send(kill: Any) -> int:
     except (ProcessLookupError, PermissionError):
         return 0
     return 1
+
+
+ADDRESS = "ENVSCALER_RENDEZVOUS"
+"""Environment variable with ``host:port`` of node 0, the rendezvous of the processes of all nodes."""
+_WORD = re.compile(r"\$ENVSCALER_(RENDEZVOUS_HOST|RENDEZVOUS_PORT|RENDEZVOUS|NODE)(?![A-Za-z0-9_])")
+
+
+def expand(words: Sequence[str], environ: Mapping[str, str]) -> List[str]:
+    """Return *words* with ``$ENVSCALER_RENDEZVOUS``, its ``_HOST`` and ``_PORT``, and ``$ENVSCALER_NODE``.
+
+    Names without a value in *environ* are unchanged.
+    """
+    known = _known(environ)
+    return [_WORD.sub(lambda match: known.get(match[1], match[0]), word) for word in words]
+
+
+def _known(environ: Mapping[str, str]) -> Dict[str, str]:
+    known = {}
+    address = environ.get(ADDRESS)
+    if address:
+        host, _, port = address.rpartition(":")
+        known = {"RENDEZVOUS": address, "RENDEZVOUS_HOST": host.strip("[]"), "RENDEZVOUS_PORT": port}
+    if environ.get("ENVSCALER_NODE"):
+        known["NODE"] = environ["ENVSCALER_NODE"]
+    return known

@@ -21,8 +21,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from envscaler_agent import process
 from envscaler_agent import spool as ex
-from envscaler_agent.drain import Ask, Facts, due_signal
-from envscaler_agent.ending import EXIT_NOT_EXECUTABLE, End, tell_end
+from envscaler_agent.ending import EXIT_NOT_EXECUTABLE, Ask, End, Facts, due_signal, tell_end
 from envscaler_agent.errors import ProtocolError
 from envscaler_agent.exit_codes import EXIT_CODES
 from envscaler_agent.host import oom_kills
@@ -35,11 +34,11 @@ from envscaler_agent.output import (
     Pump,
     secret_values,
 )
+from envscaler_agent.process import ADDRESS, expand
 from envscaler_agent.progress import LogPatterns, Rate, StallWatch
 from envscaler_agent.protocol import Control, Ended, Progress
-from envscaler_agent.rendezvous import ADDRESS, expand
 from envscaler_agent.reporting import Reporter
-from envscaler_agent.sampler_child import SamplerChild
+from envscaler_agent.sampler import SamplerChild
 
 TICK_S = 0.5
 """Between two looks at the spool. Chosen: soon for a person, nothing for the CPU."""

@@ -119,11 +119,6 @@ def check_secrets(root: Node, faults: Faults) -> None:
             _check_arguments(node, faults)
 
 
-def is_secret_in_text(text: str) -> bool:
-    """True for a key of a known form, a URL with a password, or ``NAME=value`` of a secret's name."""
-    return has_secret_shape(text) or has_userinfo(text) or _assigns_secret(text)
-
-
 def _assigns_secret(text: str) -> bool:
     return any(
         is_secret_name(upper or query) and is_literal(value)

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import MAX_JSON_BYTES, Control, control_name
-from envscaler_agent.rendezvous import ADDRESS
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.sidecar import claim
 from envscaler_airflow.sidecar.context import SetupCancelledError, Site

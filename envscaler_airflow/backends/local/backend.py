@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from envscaler_agent.rendezvous import ADDRESS as MEETING
+from envscaler_agent.process import ADDRESS as MEETING
 from envscaler_airflow.backends.base import (
     AttemptRequest,
     AttemptStatus,

@@ -4,10 +4,9 @@ import os
 
 import pytest
 
-from envscaler_agent import sampler_child
 from envscaler_agent.output import MAX_PENDING, WRITE_BYTES, Chunks, Masker, Pump
 from envscaler_agent.progress import LogPatterns
-from envscaler_agent.sampler_child import BACKOFF_S, GOOD_S, HANG_S, SamplerChild
+from envscaler_agent.sampler import BACKOFF_S, GOOD_S, HANG_S, SamplerChild
 
 
 @pytest.fixture
@@ -99,8 +98,10 @@ def keeper(monkeypatch):
         state["started"].append(argv[-1])
         return Process(reading)
 
-    monkeypatch.setattr(sampler_child.subprocess, "Popen", start)
-    monkeypatch.setattr(sampler_child.os, "kill", lambda pid, number: state["killed"].append((pid, number)))
+    monkeypatch.setattr("envscaler_agent.sampler.subprocess.Popen", start)
+    monkeypatch.setattr(
+        "envscaler_agent.sampler.os.kill", lambda pid, number: state["killed"].append((pid, number))
+    )
     sampler = SamplerChild(interval_s=1, origin=0, clock=lambda: state["now"])
     sampler.watch(77, {"CUDA_VISIBLE_DEVICES": "1"})
     yield sampler, state

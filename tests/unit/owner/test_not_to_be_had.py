@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_agent.drain import Ask, due_signal
-from envscaler_agent.drain import Facts as AgentFacts
+from envscaler_agent.ending import Ask, due_signal
+from envscaler_agent.ending import Facts as AgentFacts
 from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_airflow.errors import BudgetError, RunFailedError
 from envscaler_airflow.owner import choose, limits

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import Control, Ended, Status, claim_name, status_name
-from envscaler_agent.rendezvous import ADDRESS
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.sidecar import claim as standing

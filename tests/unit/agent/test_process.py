@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_agent.rendezvous import expand
+from envscaler_agent.process import expand
 
 NODE = {"ENVSCALER_RENDEZVOUS": "10.0.0.7:29400", "ENVSCALER_NODE": "3"}
 
