@@ -20,7 +20,7 @@ from random import Random
 from figures import GROUPS
 
 from envscaler_airflow.scaling.deadline import DeadlinePolicy, Hazard, SpotJob, SpotView
-from envscaler_airflow.scaling.deadline.ages import age_bin
+from envscaler_airflow.scaling.deadline.risk import age_bin
 from envscaler_airflow.simulate.references import UniformProgress, spot_optimum
 from envscaler_airflow.simulate.reports import SpotCell
 from envscaler_airflow.simulate.spot import simulate_spot

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from envscaler_airflow.scaling.deadline import Hazard, fitted
-from envscaler_airflow.scaling.deadline.ages import BINS, age_bin
+from envscaler_airflow.scaling.deadline.risk import BINS, age_bin
 from envscaler_airflow.simulate.traces import read_traces
 
 FILES = (("awsV100_2023_195s.csv", 195.0, 3), ("gcpH100_2025_600s_count16.csv", 600.0, 1))

@@ -8,7 +8,7 @@ from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.run import AttemptState, RunState, outcome_of
 from envscaler_airflow.scaling.deadline import Hazard
-from envscaler_airflow.scaling.deadline.ages import age_bin
+from envscaler_airflow.scaling.deadline.risk import age_bin
 from envscaler_airflow.scaling.interval import price_aware_interval_s
 
 PRIOR_H = 10.0

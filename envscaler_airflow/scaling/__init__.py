@@ -24,10 +24,10 @@ from envscaler_airflow.scaling.decision import (
     StartFacts,
     ThresholdRule,
     Want,
+    explain,
     remember,
     table_files,
 )
-from envscaler_airflow.scaling.explained import explain
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.guards import holds, holds_all
 from envscaler_airflow.scaling.observation import (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe
+from envscaler_airflow.scaling.deadline.spot_job import ON_DEMAND, SpotJob, SpotView, is_safe
 from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticTraining
 
 Draw = Callable[[Random], tuple[SpotJob, Mapping[str, Sequence[int]]]]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND
+from envscaler_airflow.scaling.deadline.spot_job import ON_DEMAND
 from envscaler_airflow.simulate.spot import SpotPolicy, simulate_spot
 from envscaler_airflow.simulate.traces import Traces, excerpt
 

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe, may_ask
+from envscaler_airflow.scaling.deadline.spot_job import (
+    ON_DEMAND,
+    SpotJob,
+    SpotView,
+    is_safe,
+    may_ask,
+)
 from envscaler_airflow.scaling.explore import Learner, Measured, Shape
 from envscaler_airflow.simulate.elastic import Config
 from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticView

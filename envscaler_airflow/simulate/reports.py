@@ -10,7 +10,7 @@ from typing import Any
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling.deadline import DeadlinePolicy
-from envscaler_airflow.scaling.deadline.facts import SpotJob
+from envscaler_airflow.scaling.deadline.spot_job import SpotJob
 from envscaler_airflow.simulate.elastic import START_TYPE, Config, Model
 from envscaler_airflow.simulate.elastic_policy import CostToFinish
 from envscaler_airflow.simulate.elastic_run import (

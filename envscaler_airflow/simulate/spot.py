@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe, may_ask
+from envscaler_airflow.scaling.deadline.spot_job import (
+    ON_DEMAND,
+    SpotJob,
+    SpotView,
+    is_safe,
+    may_ask,
+)
 
 
 class SpotPolicy(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND
+from envscaler_airflow.scaling.deadline.spot_job import ON_DEMAND
 
 
 @dataclass(frozen=True, slots=True)

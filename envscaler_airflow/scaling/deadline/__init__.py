@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from envscaler_airflow.scaling.deadline.facts import ON_DEMAND, SpotJob, SpotView, is_safe, slack_s
 from envscaler_airflow.scaling.deadline.policy import DeadlinePolicy
 from envscaler_airflow.scaling.deadline.risk import Hazard, Risk
+from envscaler_airflow.scaling.deadline.spot_job import (
+    ON_DEMAND,
+    SpotJob,
+    SpotView,
+    is_safe,
+    slack_s,
+)
 from envscaler_airflow.scaling.deadline.tables import Others, Table, build_table
 
 __all__ = [

@@ -11,9 +11,8 @@ from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.fleet import has_spot
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
-from envscaler_airflow.scaling.deadline.ages import age_bin
-from envscaler_airflow.scaling.deadline.facts import SpotJob
-from envscaler_airflow.scaling.deadline.risk import Hazard
+from envscaler_airflow.scaling.deadline.risk import Hazard, age_bin
+from envscaler_airflow.scaling.deadline.spot_job import SpotJob
 from envscaler_airflow.scaling.deadline.tables import BUY, SPOT, UP_ON_DEMAND, Table, build_table
 from envscaler_airflow.scaling.decision import (
     Policy,

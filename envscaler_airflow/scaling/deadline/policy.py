@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from envscaler_airflow.scaling.deadline.ages import age_bin
-from envscaler_airflow.scaling.deadline.facts import (
+from envscaler_airflow.scaling.deadline.risk import Hazard, Risk, age_bin
+from envscaler_airflow.scaling.deadline.spot_job import (
     ON_DEMAND,
     SpotJob,
     SpotView,
@@ -13,7 +13,6 @@ from envscaler_airflow.scaling.deadline.facts import (
     may_ask,
     slack_s,
 )
-from envscaler_airflow.scaling.deadline.risk import Hazard, Risk
 from envscaler_airflow.scaling.deadline.tables import (
     BUY,
     DOWN_IDLE,

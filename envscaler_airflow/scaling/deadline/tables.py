@@ -19,9 +19,8 @@ from math import isfinite
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from envscaler_airflow.scaling.deadline.ages import AGE_EDGES_H, BINS
-from envscaler_airflow.scaling.deadline.facts import SpotJob
-from envscaler_airflow.scaling.deadline.risk import Hazard
+from envscaler_airflow.scaling.deadline.risk import AGE_EDGES_H, BINS, Hazard
+from envscaler_airflow.scaling.deadline.spot_job import SpotJob
 
 if TYPE_CHECKING:
     import numpy as np

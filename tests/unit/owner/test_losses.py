@@ -13,7 +13,7 @@ from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling.deadline import Hazard
-from envscaler_airflow.scaling.deadline.ages import age_bin
+from envscaler_airflow.scaling.deadline.risk import age_bin
 from envscaler_airflow.scaling.interval import checkpoint_interval_s
 from envscaler_airflow.sidecar.frozen_spec import Frozen
 
