@@ -21,7 +21,7 @@ from figures import GROUPS
 
 from envscaler_airflow.scaling.deadline import DeadlinePolicy, Hazard, SpotJob, SpotView
 from envscaler_airflow.scaling.deadline.risk import age_bin
-from envscaler_airflow.simulate.references import UniformProgress, spot_optimum
+from envscaler_airflow.simulate.compared_policies import UniformProgress, spot_optimum
 from envscaler_airflow.simulate.reports import SpotCell
 from envscaler_airflow.simulate.spot import simulate_spot
 from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_windows

@@ -18,9 +18,8 @@ from typing import Any
 from fit import FILES, unseen
 
 from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotView
-from envscaler_airflow.simulate.elastic import gpu_prices, load_models
-from envscaler_airflow.simulate.elastic_run import best_fixed, elastic_optimum
-from envscaler_airflow.simulate.references import UniformProgress
+from envscaler_airflow.simulate.compared_policies import UniformProgress
+from envscaler_airflow.simulate.elastic import best_fixed, elastic_optimum, gpu_prices, load_models
 from envscaler_airflow.simulate.reports import (
     ELASTIC_POLICIES,
     LONG,

@@ -19,7 +19,7 @@ from pathlib import Path
 from fit import FILES, TUNED, unseen
 
 from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotJob, policy, tables
-from envscaler_airflow.simulate.references import UniformProgress
+from envscaler_airflow.simulate.compared_policies import UniformProgress
 from envscaler_airflow.simulate.spot import simulate_spot
 from envscaler_airflow.simulate.traces import read_traces
 

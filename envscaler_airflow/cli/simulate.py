@@ -89,7 +89,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
         for cell in cells:
             jobs += reports.spot_jobs(seen, windows, cell, made, on_job=_counted(shown, len(cells)), **more)
     if plot is not None:
-        from envscaler_airflow.simulate.plots import plot_spot  # noqa: PLC0415  # an extra
+        from envscaler_airflow.simulate.reports import plot_spot  # noqa: PLC0415  # an extra
 
         plot_spot(plot, seen, jobs[0], cells[0], made, **given)
     _print({"policy": policy, "jobs": jobs, "summary": reports.spot_summary(jobs)}, as_json=as_json)
@@ -158,7 +158,7 @@ def elastic(  # noqa: PLR0913  # one argument for each option
             on_job=_counted(shown, 1),
         )
     if plot is not None:
-        from envscaler_airflow.simulate.plots import plot_elastic  # noqa: PLC0415  # an extra
+        from envscaler_airflow.simulate.reports import plot_elastic  # noqa: PLC0415  # an extra
 
         plot_elastic(plot, jobs[0])
     _print({"policy": policy, "jobs": jobs, "summary": reports.elastic_summary(jobs)}, as_json=as_json)
@@ -221,7 +221,7 @@ def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
 def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Store) -> None:
     """Decide RUN's recorded checks again, and label what follows a different decision."""
     from envscaler_airflow.owner.policies import policies_of  # noqa: PLC0415  # entry points
-    from envscaler_airflow.simulate.recorded import replay_run  # noqa: PLC0415  # only here
+    from envscaler_airflow.simulate.reports import replay_run  # noqa: PLC0415  # only here
 
     prefix = find_run(store, run)
     checks = [check for check, _ in read_decisions(store, prefix)]

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from envscaler_airflow.scaling.deadline.spot_job import ON_DEMAND, SpotJob, SpotView, is_safe
-from envscaler_airflow.simulate.elastic_run import ElasticJob, ElasticTraining
+from envscaler_airflow.simulate.elastic import ElasticJob, ElasticTraining
 
 Draw = Callable[[Random], tuple[SpotJob, Mapping[str, Sequence[int]]]]
 """Draws a job and the availability of its zones, starting with the job."""

@@ -1,25 +1,23 @@
-"""Many simulated jobs as one JSON report: the CLI prints it and the benchmarks average it."""
+"""Many simulated jobs, or a recorded run under another policy, as one JSON report; plots of single jobs.
+
+The CLI prints the report and the benchmarks average it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.record import check_finite
+from envscaler_airflow.scaling import Check, ScalingPolicy, decide
 from envscaler_airflow.scaling.deadline import DeadlinePolicy
-from envscaler_airflow.scaling.deadline.spot_job import SpotJob
-from envscaler_airflow.simulate.elastic import START_TYPE, Config, Model
-from envscaler_airflow.simulate.elastic_policy import CostToFinish
-from envscaler_airflow.simulate.elastic_run import (
-    ElasticJob,
-    ElasticPolicy,
-    elastic_optimum,
-    simulate_elastic,
-)
-from envscaler_airflow.simulate.references import (
+from envscaler_airflow.scaling.deadline.spot_job import ON_DEMAND, SpotJob
+from envscaler_airflow.simulate.compared_policies import (
+    CostToFinish,
     Greedy,
     Hpa,
     OnDemand,
@@ -28,6 +26,15 @@ from envscaler_airflow.simulate.references import (
     Stay,
     UniformProgress,
     spot_optimum,
+)
+from envscaler_airflow.simulate.elastic import (
+    START_TYPE,
+    Config,
+    ElasticJob,
+    ElasticPolicy,
+    Model,
+    elastic_optimum,
+    simulate_elastic,
 )
 from envscaler_airflow.simulate.spot import SpotPolicy, SpotRun, simulate_spot
 from envscaler_airflow.simulate.traces import Traces, Window, excerpt
@@ -271,4 +278,131 @@ def elastic_summary(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "mean_restarts": sum(job["restarts"] for job in jobs) / len(jobs),
         "mean_cost_usd": sum(job["cost_usd"] for job in jobs) / len(jobs),
         "mean_time_h": sum(job["time_h"] for job in jobs) / len(jobs),
+    }
+
+
+def plot_spot(
+    path: Path,
+    traces: Traces,
+    row: Mapping[str, Any],
+    cell: SpotCell,
+    policy: SpotPolicy,
+    *,
+    earlier: Traces | None = None,
+    price_changes: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+) -> None:
+    """Plot the availability of each zone and what the policy ran, over the hours of the job in *row*.
+
+    Raises:
+        SpecError: matplotlib is not installed.
+    """
+    names, start = row["zone"].split("+"), row["start_tick"]
+    gap_s = float(row["gap_s"])
+    job = cell.job(gap_s)
+    met = excerpt(traces, names, start, job.ticks, earlier=earlier, price_changes=price_changes)
+    zones = met.zones
+    run = simulate_spot(job, zones, policy, history=met.past, prices=met.prices, ask_s=cell.ask_s)
+    figure, axes = _pyplot().subplots(len(names) + 1, 1, figsize=(10, 1.2 * (len(names) + 1)), sharex=True)
+    hours = [tick * gap_s / 3600 for tick in range(job.ticks)]
+    for axis, name in zip(axes, names, strict=False):
+        axis.fill_between(hours[: len(zones[name])], [float(up > 0) for up in zones[name]], step="post")
+        axis.set_ylabel(name, rotation=0, ha="right", fontsize=7)
+        axis.set_yticks([])
+    lanes = {None: 0.0, ON_DEMAND: 2.0}
+    axes[-1].step(hours[: len(run.answers)], [lanes.get(a, 1.0) for a in run.answers], where="post")
+    axes[-1].set_yticks([0, 1, 2], ["none", "spot", "on-demand"], fontsize=7)
+    axes[-1].set_xlabel(
+        f"hours; ${run.cost_usd:.2f}, done after {run.finished_h:.1f} h of {cell.deadline_h:g} h"
+    )
+    _save(figure, path)
+
+
+def plot_elastic(path: Path, row: Mapping[str, Any]) -> None:
+    """Plot where one job ran, over its hours.
+
+    Raises:
+        SpecError: matplotlib is not installed.
+    """
+    figure, axis = _pyplot().subplots(figsize=(10, 3))
+    names = sorted(
+        {name for _, name in row["path"]}, key=lambda name: (name.split("x")[1], int(name.split("x")[0]))
+    )
+    hours = [at_h for at_h, _ in row["path"]] + [row["time_h"]]
+    lanes = [names.index(name) for _, name in row["path"]]
+    axis.step(hours, [*lanes, lanes[-1]], where="post")
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xlabel(
+        f"hours; {row['model']}, ${row['cost_usd']:.2f}, regret {row['regret']:.1%}, {row['restarts']} moves"
+    )
+    _save(figure, path)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl  # noqa: PLC0415  # an extra
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt  # noqa: PLC0415  # an extra
+    except ImportError as err:
+        raise SpecError("--plot needs matplotlib: pip install 'envscaler-airflow[simulate]'") from err
+    return plt
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, format="png")
+    _pyplot().close(figure)
+
+
+def replay_run(
+    checks: Iterable[Check],
+    policy_name: str | None = None,
+    *,
+    policies: Mapping[str, ScalingPolicy] | None = None,
+) -> dict[str, Any]:
+    """Repeat the decision of every recorded check, under the recorded policy or another one.
+
+    Up to the first decision that differs, the results are facts. After it, the run would have continued
+    differently: the later checks still use the recorded observations and are labelled ``counterfactual``. The
+    hours and $ of a move are estimates from the policy's own numbers.
+
+    Raises:
+        ValueError: No policy of that name.
+    """
+    rows: list[dict[str, Any]] = []
+    is_fact = True
+    wanted: Mapping[str, float] = {}
+    for check in checks:
+        observation, policy = check.observation, check.policy
+        if policy_name is not None and policy_name != policy.name:
+            policy = replace(policy, name=policy_name)
+            observation = replace(observation, wanted=dict(wanted))
+        decision = decide(observation, policy, policies=policies)
+        wanted = decision.wanted
+        same = (decision.action, decision.target.name) == (check.decision.action, check.decision.target.name)
+        is_fact = is_fact and same
+        rows.append(
+            {
+                "elapsed_s": observation.elapsed_s,
+                "recorded": _said(check.decision.action, check.decision.target.name),
+                "replayed": _said(decision.action, decision.target.name),
+                "reason": decision.reason,
+                "numbers": dict(decision.numbers),
+                "counterfactual": not is_fact,
+            }
+        )
+    return {"policy": policy_name, "jobs": rows, "summary": _summary(rows)}
+
+
+def _said(action: str, target: str) -> str:
+    return action if action == "keep" else f"{action} {target}"
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    different = [row for row in rows if row["recorded"] != row["replayed"]]
+    return {
+        "checks": len(rows),
+        "different": len(different),
+        "counterfactual": sum(row["counterfactual"] for row in rows),
+        "first_different_s": different[0]["elapsed_s"] if different else None,
     }

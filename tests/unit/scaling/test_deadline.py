@@ -15,7 +15,7 @@ from envscaler_airflow.scaling.deadline import (
     SpotView,
     build_table,
 )
-from envscaler_airflow.simulate.references import UniformProgress
+from envscaler_airflow.simulate.compared_policies import UniformProgress
 from envscaler_airflow.simulate.spot import simulate_spot
 from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_windows
 

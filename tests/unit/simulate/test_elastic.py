@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.scaling.explore import Learner, Measured, Shape, Stakes, foreseen, gain, probes
-from envscaler_airflow.simulate.elastic import Config, Model, Step, gpu_prices, load_models
-from envscaler_airflow.simulate.elastic_run import (
+from envscaler_airflow.simulate.compared_policies import Hpa, OrEtAl, Pollux, Stay
+from envscaler_airflow.simulate.elastic import (
+    Config,
     ElasticJob,
+    Model,
+    Step,
     best_fixed,
     elastic_optimum,
+    gpu_prices,
+    load_models,
     simulate_elastic,
 )
-from envscaler_airflow.simulate.references import Hpa, OrEtAl, Pollux, Stay
 from envscaler_airflow.simulate.reports import ELASTIC_POLICIES, Track, elastic_jobs, elastic_summary
 
 DATA = Path(__file__).parents[2] / "data" / "elastic"

@@ -13,11 +13,10 @@ from envscaler_airflow.scaling import Check, Observation, Policy, Proposal, Want
 from envscaler_airflow.scaling.deadline import ON_DEMAND, SpotJob
 from envscaler_airflow.scaling.deadline.live import DEADLINE
 from envscaler_airflow.scaling.registry import all_policies
-from envscaler_airflow.simulate.elastic import Config, Model, Step
-from envscaler_airflow.simulate.elastic_run import ElasticJob, simulate_elastic
+from envscaler_airflow.simulate.compared_policies import OnDemand, UniformProgress
+from envscaler_airflow.simulate.elastic import Config, ElasticJob, Model, Step, simulate_elastic
 from envscaler_airflow.simulate.env import ElasticEnv, SpotEnv
-from envscaler_airflow.simulate.recorded import replay_run
-from envscaler_airflow.simulate.references import OnDemand, UniformProgress
+from envscaler_airflow.simulate.reports import replay_run
 from envscaler_airflow.simulate.spot import simulate_spot
 from envscaler_airflow.store.base import open_store
 
@@ -158,7 +157,7 @@ def plugin(tmp_path, monkeypatch):
     """A package with a policy and a simulated one, installed on Python's path."""
     (tmp_path / "greedy_mover.py").write_text(
         "from envscaler_airflow.scaling import Proposal, ScalingPolicy, Want, outlook\n"
-        "from envscaler_airflow.simulate.references import OnDemand\n"
+        "from envscaler_airflow.simulate.compared_policies import OnDemand\n"
         "def propose(seen, policy):\n"
         "    view = outlook(seen, policy)\n"
         "    return Proposal(tuple(Want(i, 'more', view.staying, view.moving(i)) for i in seen.others()))\n"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.cli import main
 from envscaler_airflow.scaling.deadline import SpotJob
-from envscaler_airflow.simulate import plots
-from envscaler_airflow.simulate.references import spot_optimum
+from envscaler_airflow.simulate import reports
+from envscaler_airflow.simulate.compared_policies import spot_optimum
 from envscaler_airflow.simulate.reports import SPOT_POLICIES
 from envscaler_airflow.simulate.spot import simulate_spot
 
@@ -150,7 +150,7 @@ def test_no_work_has_no_ratio_to_its_optimum(tmp_path):
 def test_what_is_drawn_is_the_job_that_is_told(tmp_path, monkeypatch):
     """With changing prices: the cost under the plot is that of the report."""
     drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, _path: drawn.append(figure.axes[-1].get_xlabel()))
+    monkeypatch.setattr(reports, "_save", lambda figure, _path: drawn.append(figure.axes[-1].get_xlabel()))
     prices = tmp_path / "p.csv"
     prices.write_text("zone,tick,spot_usd_per_h\na,0,0.11\n")
 

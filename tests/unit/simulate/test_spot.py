@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.scaling.deadline import ON_DEMAND, DeadlinePolicy, Others, SpotJob, build_table
-from envscaler_airflow.simulate.references import Greedy, OnDemand, UniformProgress, spot_optimum
+from envscaler_airflow.simulate.compared_policies import (
+    Greedy,
+    OnDemand,
+    UniformProgress,
+    spot_optimum,
+)
 from envscaler_airflow.simulate.spot import simulate_spot
 from envscaler_airflow.simulate.traces import of_dataset, prices_since, read_traces, read_windows
 
