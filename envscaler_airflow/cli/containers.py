@@ -22,7 +22,7 @@ from envscaler_airflow.images.distributed import batch_env, launch_command
 from envscaler_airflow.images.dry_run import best_fit, lacking_volumes, lacks
 from envscaler_airflow.images.locks import LOCK, Lock, apply_lock
 from envscaler_airflow.images.needs import Here, look_here
-from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.images.resolve import resolve
 from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.inputs import bring

@@ -18,7 +18,7 @@ from envscaler_airflow.images.cuda import broken_software, software
 from envscaler_airflow.images.locks import Lock, apply_lock, read_lock, system_versions
 from envscaler_airflow.images.needs import Here, look_here
 from envscaler_airflow.images.programs import stream_program
-from envscaler_airflow.images.requirements import Requirements, read_requirements
+from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.venv import install_command, python_version
 from envscaler_airflow.store.base import Store
 

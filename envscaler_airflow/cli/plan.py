@@ -229,7 +229,7 @@ def _misfit_of(spec: EnvSpec, model: JobModel | None) -> MisfitOf | None:
     if not spec.runtimes and spec.base is None:
         return of_job
     from envscaler_airflow.images.cuda import software_faults  # noqa: PLC0415  (as above)
-    from envscaler_airflow.images.requirements import read_requirements  # noqa: PLC0415  (as above)
+    from envscaler_airflow.images.requirement_files import read_requirements  # noqa: PLC0415  (as above)
 
     told = software_faults(spec, read_requirements(spec))
     if told is None:

@@ -16,7 +16,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.artefacts import Artefact
 from envscaler_airflow.images.dockerfile import ImageOptions
-from envscaler_airflow.images.requirements import Requirements, read_requirements
+from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.resolve import resolve
 from envscaler_airflow.images.targets import RENDERINGS, VARIANTS, render_spec
 from envscaler_airflow.images.targets import render as render_target

@@ -14,7 +14,7 @@ import click
 from envscaler_airflow.cli.common import default_store_url
 from envscaler_airflow.envspec import EnvSpec, load_spec, parse_reference
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.registry import SpecRegistry
+from envscaler_airflow.images.spec_registry import SpecRegistry
 from envscaler_airflow.scaling.registry import check_policy
 from envscaler_airflow.store.base import open_store
 

@@ -17,7 +17,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.distributed import batches
 from envscaler_airflow.images.dry_run import TARGETS, cluster_offers, missing_on
 from envscaler_airflow.images.needs import local_source_faults
-from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.scaling.from_spec import speedup_warning
 from envscaler_airflow.scaling.registry import check_policy
 

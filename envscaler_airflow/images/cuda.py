@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from envscaler_airflow.envspec.gpus import MEMORY_GB
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.images.bases import facts
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.venv import python_version
 
 CAPABILITY: dict[str, float] = {

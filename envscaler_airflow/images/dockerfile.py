@@ -18,9 +18,8 @@ from envscaler_airflow.images.artefacts import (
     json_words,
 )
 from envscaler_airflow.images.bases import BaseFacts, facts, fetching_packages
-from envscaler_airflow.images.conda import render_conda
-from envscaler_airflow.images.requirements import FOLDER, MAIN, Requirements
-from envscaler_airflow.images.venv import install_command, python_version
+from envscaler_airflow.images.requirement_files import FOLDER, MAIN, Requirements
+from envscaler_airflow.images.venv import install_command, python_version, render_conda
 
 UID = 10001
 """User that the stage runs as. Chosen: above the ids that distributions assign, so that no base uses it."""

@@ -27,7 +27,7 @@ from envscaler_airflow.images.needs import (
 )
 from envscaler_airflow.images.plain_job import resource_name
 from envscaler_airflow.images.programs import Output, find_program, run_program
-from envscaler_airflow.images.requirements import Requirements, read_requirements
+from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.venv import install_command
 
 if TYPE_CHECKING:

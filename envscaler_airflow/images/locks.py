@@ -16,7 +16,7 @@ from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.images.bases import Family, facts
 from envscaler_airflow.images.builders import Builder, Container
 from envscaler_airflow.images.plain_files import read_plain
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.resolve import Resolution
 from envscaler_airflow.images.venv import python_version
 from envscaler_airflow.store.base import Store

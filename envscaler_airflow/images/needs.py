@@ -19,7 +19,7 @@ from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.builders import Docker
 from envscaler_airflow.images.programs import find_program, run_program, uv_program
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.venv import python_version
 from envscaler_airflow.store.base import open_store
 

@@ -20,10 +20,9 @@ from packaging.utils import canonicalize_name
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.images.bases import facts
-from envscaler_airflow.images.conda import render_conda
 from envscaler_airflow.images.programs import Output, find_program, run_program, uv_program
-from envscaler_airflow.images.requirements import MAIN, Requirements
-from envscaler_airflow.images.venv import python_version
+from envscaler_airflow.images.requirement_files import MAIN, Requirements
+from envscaler_airflow.images.venv import python_version, render_conda
 
 TIMEOUT_S = 120.0
 """Longest resolution, seconds. Chosen: a cold cache on a slow line; a warm one takes one or two."""

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import envscaler_airflow
 from envscaler_airflow.agent_files import package_root
-from envscaler_airflow.images.build import carry_out, check_name, default_logs, qualified
+from envscaler_airflow.images.build import carry_out, check_name, default_logs, qualified, settle
 from envscaler_airflow.images.builders import Access, Builder, Order
-from envscaler_airflow.images.context import settle
 
 REQUIREMENTS = ("boto3", "fsspec", "nvidia-ml-py", "pydantic", "pyyaml", "tenacity", "zstandard")
 """Distributions that the sidecar imports; each in the version that is installed here, if any."""

@@ -7,7 +7,7 @@ import re
 
 from envscaler_airflow.envspec.models import Base, EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.requirements import Requirements, read_requirements
+from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.targets import render
 
 TAG_DIGITS = 16

@@ -6,7 +6,6 @@ from envscaler_airflow.envspec import Loaded
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
-from envscaler_airflow.images.conda import render_conda
 from envscaler_airflow.images.distributed import batches
 from envscaler_airflow.images.dockerfile import (
     ImageOptions,
@@ -14,9 +13,9 @@ from envscaler_airflow.images.dockerfile import (
     render_dockerfile,
 )
 from envscaler_airflow.images.plain_job import render_kubernetes
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.userdata import render_vm
-from envscaler_airflow.images.venv import render_venv
+from envscaler_airflow.images.venv import render_conda, render_venv
 
 RENDERINGS = ("spec", "conda", "venv", "dockerfile", "kubernetes", "vm")
 """Values of ``envscaler render --target``."""

@@ -16,7 +16,7 @@ from envscaler_airflow.envspec.models import EnvSpec, Volume
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.images.distributed import PORT, batch_env, launch_command
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.venv import render_venv
 
 HOME = "/opt/envscaler/stage"

@@ -25,7 +25,7 @@ from envscaler_airflow.envspec.secrets import REFERENCE_FORMS
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
 from envscaler_airflow.hooks.settings import StorePlace, store_place
-from envscaler_airflow.images.registry import SpecRegistry
+from envscaler_airflow.images.spec_registry import SpecRegistry
 from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.operators.params import RESTART, RESTARTS
 from envscaler_airflow.owner.stage import Stage

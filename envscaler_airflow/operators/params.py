@@ -51,7 +51,7 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
 def _copy_of(reference: str) -> Path:
     """Return the path of the spec that *reference* names; called only for specs in the registry."""
     from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (as above)
-    from envscaler_airflow.images.registry import SpecRegistry  # noqa: PLC0415  (DAG files pay on use)
+    from envscaler_airflow.images.spec_registry import SpecRegistry  # noqa: PLC0415  (DAG files pay on use)
 
     return SpecRegistry(lambda: store_place().open())(reference)
 

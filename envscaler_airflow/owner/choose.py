@@ -13,7 +13,7 @@ from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.resources import GIB, default_limit_bytes
 from envscaler_airflow.errors import BudgetError
 from envscaler_airflow.images.cuda import software_faults
-from envscaler_airflow.images.requirements import Requirements as Packages
+from envscaler_airflow.images.requirement_files import Requirements as Packages
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning import (
     Allocation,

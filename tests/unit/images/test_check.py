@@ -15,7 +15,7 @@ from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.images.dry_run import missing_on
 from envscaler_airflow.images.needs import Here, installed_versions, look_here
 from envscaler_airflow.images.programs import Output
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 
 GIB = 1 << 30
 T4 = Gpu(0, "T4", 16.0)

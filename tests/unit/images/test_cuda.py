@@ -19,7 +19,7 @@ from envscaler_airflow.images.cuda import (
     broken_links,
     software,
 )
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 
 
 def stage(image: str = "python:3.11-slim", **gpu):

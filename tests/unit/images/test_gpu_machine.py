@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.userdata import gpu_script, render_vm
 
 GPU = {"count": 2, "type": ["H100"]}

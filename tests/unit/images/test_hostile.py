@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.images.targets import RENDERINGS, render
 
 DOCUMENT: dict[str, Any] = {

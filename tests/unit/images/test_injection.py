@@ -18,7 +18,7 @@ from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.artefacts import comment, dockerfile_value, yaml_text
-from envscaler_airflow.images.requirements import Requirements, check_packages
+from envscaler_airflow.images.requirement_files import Requirements, check_packages
 from envscaler_airflow.images.targets import RENDERINGS, render
 
 CANARY = "zq7canaryzq7"

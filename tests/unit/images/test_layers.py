@@ -9,7 +9,7 @@ import pytest
 
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.images.dockerfile import ImageOptions, render_dockerfile
-from envscaler_airflow.images.requirements import Requirements
+from envscaler_airflow.images.requirement_files import Requirements
 
 
 def run_of(base: dict[str, str], packages: list[str], *, has_ca: bool = False) -> tuple[list[str], str]:

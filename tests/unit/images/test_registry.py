@@ -11,7 +11,11 @@ from click.testing import CliRunner
 from envscaler_airflow.cli import main
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.images.registry import SpecRegistry, shipped_names, split_reference
+from envscaler_airflow.images.spec_registry import (
+    SpecRegistry,
+    shipped_names,
+    split_reference,
+)
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.testing.faulty_store import FaultyStore
 

@@ -11,7 +11,7 @@ from envscaler_airflow.envspec import spec_hash
 from envscaler_airflow.envspec.loading import load_with_sources
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.dockerfile import ImageOptions
-from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.images.targets import VARIANTS, render, render_spec
 
 HERE = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from envscaler_airflow.images.cuda import software, software_faults
 from envscaler_airflow.images.dockerfile import render_dockerfile
 from envscaler_airflow.images.dry_run import missing_on
 from envscaler_airflow.images.needs import Here
-from envscaler_airflow.images.requirements import MAIN, read_requirements
+from envscaler_airflow.images.requirement_files import MAIN, read_requirements
 
 CONDA = """\
 name: any

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.requirements import (
+from envscaler_airflow.images.requirement_files import (
     MAX_BYTES,
     Requirements,
     read_requirements,

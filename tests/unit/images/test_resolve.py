@@ -16,7 +16,7 @@ from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.images.programs import uv_program
-from envscaler_airflow.images.requirements import Requirements, read_requirements
+from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.resolve import Finding, find_conflicts, resolve
 
 

@@ -11,7 +11,7 @@ import pytest
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images import venv_cache
-from envscaler_airflow.images.requirements import read_requirements
+from envscaler_airflow.images.requirement_files import read_requirements
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 

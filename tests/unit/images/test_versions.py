@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.registry import Version, exact, newest
+from envscaler_airflow.images.spec_registry import Version, exact, newest
 
 KNOWN = [
     Version.parse(text) for text in ("0.9.1", "1.0.0", "1.2.0", "1.2.3", "1.10.0", "2.0.0-rc.1", "2.0.0")

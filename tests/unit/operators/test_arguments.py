@@ -16,7 +16,7 @@ from fakes.operator_world import SPEC, Ti, operator_world
 from envscaler_airflow import spec_params
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.compute import open_backend
-from envscaler_airflow.images.registry import SpecRegistry
+from envscaler_airflow.images.spec_registry import SpecRegistry
 from envscaler_airflow.operators import arguments as argument_values
 from envscaler_airflow.operators import execution
 from envscaler_airflow.operators.arguments import deadline_of
