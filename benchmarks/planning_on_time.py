@@ -23,7 +23,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-from envscaler_airflow.catalog.library import gpu_facts, job
+from envscaler_airflow.catalog.packaged import gpu_facts, job
 from envscaler_airflow.planning.jobs import Job, JobModel, job_model
 from envscaler_airflow.planning.objective import Overheads, estimate
 from envscaler_airflow.planning.table import Kind

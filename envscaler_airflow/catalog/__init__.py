@@ -5,8 +5,7 @@ prices. ``price_rows`` reads a packaged table, and ``shadow_offer`` returns the 
 """
 
 from envscaler_airflow.catalog.accelerators import canonical_gpu, nominal_memory_gb
-from envscaler_airflow.catalog.shadow import scaled_price, shadow_offer
-from envscaler_airflow.catalog.tables import PRICES_AS_OF, PriceRow, price_rows
+from envscaler_airflow.catalog.packaged import PRICES_AS_OF, PriceRow, price_rows, scaled_price, shadow_offer
 
 __all__ = [
     "PRICES_AS_OF",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from envscaler_airflow.catalog.tables import SNAPSHOT, pack, packaged, unpack
+from envscaler_airflow.catalog.packaged import SNAPSHOT, pack, packaged, unpack
 from envscaler_airflow.clouds.base import Commitment, Fetched, PriceFeed, Quote, usd_of
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning.offers import Offer

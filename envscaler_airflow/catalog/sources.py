@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from envscaler_airflow.catalog.csvtables import read_tables
-from envscaler_airflow.catalog.tables import MAGIC, labelled, pack, packaged, unpack
+from envscaler_airflow.catalog.packaged import MAGIC, labelled, pack, packaged, unpack
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.market import Scope
 from envscaler_airflow.planning.table import OfferTable

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import click
 
+from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.catalog.prices import PriceCache
 from envscaler_airflow.catalog.sources import cache_dir
-from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.clouds import Access, price_lists
 from envscaler_airflow.clouds.base import PriceFeed

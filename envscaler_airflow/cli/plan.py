@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.catalog.library import gpu_facts, job, jobs
+from envscaler_airflow.catalog.packaged import gpu_facts, job, jobs
 from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, output_option
 from envscaler_airflow.cli.market import (
     ARCHES,

@@ -80,7 +80,7 @@ class GcpPrices:
         Raises:
             SpecError: *access* has neither key nor token.
         """
-        from envscaler_airflow.catalog.tables import packaged  # noqa: PLC0415  (the facts do without)
+        from envscaler_airflow.catalog.packaged import packaged  # noqa: PLC0415  (the facts do without)
 
         if not (access.secret or access.token or access.endpoint_url):
             raise SpecError("gcp: set ENVSCALER_GCP_API_KEY to a key that may read the Cloud Billing Catalog")

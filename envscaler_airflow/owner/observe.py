@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.catalog.library import gpu_facts
+from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner import facts, losses
 from envscaler_airflow.owner.freeze import thaw_spec

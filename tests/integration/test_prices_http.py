@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 from moto.server import ThreadedMotoServer
 
+from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.catalog.prices import PriceCache
-from envscaler_airflow.catalog.tables import packaged
 from envscaler_airflow.cli import main
 from envscaler_airflow.clouds import Access
 from envscaler_airflow.clouds.aws import AwsPrices

@@ -15,7 +15,7 @@ from envscaler_airflow.backends.kubernetes.scheduling import BY_GPU, SPOT, UNLAB
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import Accelerator, slice_name
 from envscaler_airflow.catalog.nodes import GIB, ClusterNode, node_price, read_node
-from envscaler_airflow.catalog.tables import packaged
+from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.table import OfferTable
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.catalog.nodes import node_pools, read_node
-from envscaler_airflow.catalog.tables import packaged
+from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.cli import main
 
 PRODUCT, MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"

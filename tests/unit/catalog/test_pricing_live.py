@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from envscaler_airflow.catalog.packaged import pack, unpack
 from envscaler_airflow.catalog.prices import (
     Book,
     Price,
@@ -17,7 +18,6 @@ from envscaler_airflow.catalog.prices import (
     with_books,
 )
 from envscaler_airflow.catalog.sources import open_catalog
-from envscaler_airflow.catalog.tables import pack, unpack
 from envscaler_airflow.clouds.aws import read_machine, read_product, read_type
 from envscaler_airflow.clouds.azure import read_item
 from envscaler_airflow.clouds.base import Fetched, Quote, usd_of

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.catalog.library import gpu_facts, job, jobs
+from envscaler_airflow.catalog.packaged import gpu_facts, job, jobs
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Goal, Requirements, Work
 from envscaler_airflow.planning.jobs import Footprint, Job, job_model, known_steps

@@ -1,9 +1,10 @@
-"""Packaged price tables, read once."""
+"""What the package carries: offers and prices, shadow prices from them, facts of GPUs and common jobs."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 import zlib
 from array import array
@@ -12,8 +13,10 @@ from functools import cache
 from importlib import resources
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.jobs import Job
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.table import Kind, Machine, OfferTable
+from envscaler_airflow.planning.throughput import Gpu
 
 MAGIC = b"ESOFFER4"
 SNAPSHOT = "offers.bin"
@@ -149,3 +152,84 @@ def _row(cells: dict[str, str]) -> PriceRow:
         price_source=f"list price of {PRICES_AS_OF}",
     )
     return PriceRow(offer, cells["arch"])
+
+
+_PRECISIONS = ("fp32", "tf32", "fp16", "fp8")
+
+
+def _text(name: str) -> str:
+    return resources.files("envscaler_airflow.catalog").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def gpu_facts() -> dict[str, Gpu]:
+    """Datasheet facts of GPUs by canonical name."""
+    lines = [line for line in _text("gpus.csv").splitlines() if not line.startswith("#")]
+    return {
+        cells["gpu"]: Gpu(
+            name=cells["gpu"],
+            memory_gb=float(cells["memory_gb"]),
+            bandwidth_gb_s=float(cells["bandwidth_gb_s"]),
+            tflops={name: float(cells[name]) for name in _PRECISIONS if cells[name]},
+            link_gb_s=float(cells["link_gb_s"]),
+            has_direct_link=cells["direct"] == "yes",
+            source=f"{cells['source']} ({cells['checked']})",
+        )
+        for cells in csv.DictReader(lines)
+    }
+
+
+@cache
+def jobs() -> dict[str, Job]:
+    """Common jobs by name."""
+    return {body["name"]: Job.from_dict(body) for body in json.loads(_text("jobs.json"))}
+
+
+def job(name: str) -> Job:
+    """One of :func:`jobs`.
+
+    Raises:
+        SpecError: There is no job of that name; lists the names.
+    """
+    found = jobs().get(name)
+    if found is None:
+        raise SpecError(f"no job is named {name!r}; there are {', '.join(jobs())}")
+    return found
+
+
+def shadow_offer(
+    vcpus: float,
+    memory_gib: float,
+    *,
+    gpu_name: str | None = None,
+    gpus: int = 0,
+    arch: str = "x86_64",
+) -> Offer | None:
+    """The published on-demand type nearest to a machine; None when no type has its GPU.
+
+    The nearest type has the smallest sum of |log2| ratios: of GPUs per node first, then of vCPUs and memory
+    together. Ties go to the cheaper type, then to the first name.
+
+    Args:
+        vcpus: vCPUs of the whole machine, > 0.
+        memory_gib: Memory of the whole machine, > 0.
+        gpu_name: Canonical name; None without GPU.
+        gpus: GPUs of the whole machine.
+        arch: ``x86_64`` or ``arm64``; only types of the same architecture match.
+    """
+
+    def distance(offer: Offer) -> tuple[float, float, float, str]:
+        by_gpus = abs(math.log2(offer.gpus / gpus)) if gpus else 0.0
+        by_size = abs(math.log2(offer.vcpus / vcpus)) + abs(math.log2(offer.memory_gib / memory_gib))
+        return (by_gpus, by_size, offer.usd_per_hour or 0.0, offer.name)
+
+    fitting = [row.offer for row in price_rows() if row.arch == arch and row.offer.gpu_name == gpu_name]
+    return min(fitting, key=distance, default=None)
+
+
+def scaled_price(shadow: Offer, *, vcpus: float, gpus: int = 0) -> float | None:
+    """USD per hour of a share: the type's price times its share of the GPUs, or without GPUs of the vCPUs."""
+    if shadow.usd_per_hour is None:
+        return None
+    share = gpus / shadow.gpus if shadow.gpus else vcpus / shadow.vcpus
+    return round(shadow.usd_per_hour * share, 6)
