@@ -1,6 +1,6 @@
 """How a command ends: which signal a draining one gets and when, and how it ended. Pure.
 
-Time comes as an argument. The end is told from the exit code, the last lines and the requests.
+Time comes as an argument. The end follows from the exit code, the last lines and the requests.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Expectation maximization of a hidden regime that multiplies the rates of loss and return by age. At a constant
 rate, a new regime is drawn from a fixed distribution.
 
-The packaged constants (``fitted.py``) are fitted on both complete sets; the traces of 2022 are not read.
+The packaged constants (``risk.py``) are fitted on both complete sets; the traces of 2022 are not read.
 Figures on 2023 and 2025 themselves (``figures.py``) use ``held_out.json``, whose constants are never fitted
 on the data that they are measured on. Both sets are halved by time and by zone (every other column). A
 quarter uses the constants of the opposite quarter, which has other zones at another time. Several zones
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from envscaler_airflow.scaling.deadline import Hazard, fitted
+from envscaler_airflow.scaling.deadline import Hazard, risk
 from envscaler_airflow.scaling.deadline.risk import BINS, age_bin
 from envscaler_airflow.simulate.traces import read_traces
 
@@ -63,7 +64,7 @@ FIELDS = {
     "regimes": "REGIMES",
     "regime_h": "REGIME_H",
 }
-FITTED_FILE = Path(fitted.__file__)
+FITTED_FILE = Path(risk.__file__)
 HELD_OUT_FILE = Path(__file__).with_name("held_out.json")
 
 
@@ -212,10 +213,11 @@ def likelihood(rows: Sequence[Series], constants: dict[str, Any]) -> float:
     return found.log_likelihood / sum(len(row.side) for row in rows)
 
 
-def text(constants: dict[str, Any]) -> str:
-    """The file as it is committed."""
-    head = '"""Fitted on public traces. Made by ``benchmarks/policies/fit.py``; do not edit."""\n\n'
-    return head + "".join(f"{name} = {value}\n" for name, value in constants.items())
+def text(before: str, constants: dict[str, Any]) -> str:
+    """The file *before*, with the line of each constant replaced."""
+    for name, value in constants.items():
+        before = re.sub(rf"^{name} = .*$", f"{name} = {value}", before, flags=re.MULTILINE)
+    return before
 
 
 def held_out(data: Path) -> dict[str, dict[str, Any]]:
@@ -238,7 +240,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with the spot traces")
     data: Path = parser.parse_args().data
-    FITTED_FILE.write_text(text(fit(load(data))))
+    FITTED_FILE.write_text(text(FITTED_FILE.read_text(), fit(load(data))))
     found = held_out(data)
     HELD_OUT_FILE.write_text(json.dumps(found, indent=1) + "\n")
     for name, parts in (("fitted on", FITTED), ("chosen on", TUNED), ("held out", HELD_OUT)):

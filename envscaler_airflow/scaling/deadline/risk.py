@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from envscaler_airflow.planning.record import Record
-from envscaler_airflow.scaling.deadline import fitted
 
 AGE_EDGES_H = (0.0, 1.5 / 6, 2.5 / 6, 3.5 / 6, 5.5 / 6, 8.5 / 6, 13.5 / 6, 21.5 / 6, 41.5 / 6)
 """Lower edges of the age bins, hours. Chosen: growing, since losses become rarer with age; when a zone is
@@ -24,6 +23,15 @@ BINS = len(AGE_EDGES_H)
 def age_bin(age_h: float) -> int:
     """Index of the bin of an age."""
     return bisect_right(AGE_EDGES_H, age_h) - 1
+
+
+# Fitted on public traces: benchmarks/policies/fit.py writes these lines.
+UP_PER_HOUR = (0.6127, 0.5348, 0.372, 0.3039, 0.2085, 0.1433, 0.0902, 0.0787, 0.0572)
+DOWN_PER_HOUR = (0.7707, 0.657, 0.3894, 0.262, 0.2503, 0.1648, 0.1574, 0.1537, 0.1071)
+UP_FACTORS = (0.25, 0.25, 0.25, 0.6, 1.4, 1.4, 3.3, 3.3, 3.3)
+DOWN_FACTORS = (0.25, 1.4, 3.3, 3.3, 1.4, 3.3, 0.25, 1.4, 3.3)
+REGIMES = (0.0195, 0.02452, 0.10074, 0.08055, 0.03868, 0.23132, 0.07643, 0.19434, 0.23393)
+REGIME_H = 85.66
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +46,12 @@ class Hazard(Record):
         regime_h: Mean hours until a new regime is drawn.
     """
 
-    up: tuple[float, ...] = fitted.UP_PER_HOUR
-    down: tuple[float, ...] = fitted.DOWN_PER_HOUR
-    up_factors: tuple[float, ...] = fitted.UP_FACTORS
-    down_factors: tuple[float, ...] = fitted.DOWN_FACTORS
-    regimes: tuple[float, ...] = fitted.REGIMES
-    regime_h: float = fitted.REGIME_H
+    up: tuple[float, ...] = UP_PER_HOUR
+    down: tuple[float, ...] = DOWN_PER_HOUR
+    up_factors: tuple[float, ...] = UP_FACTORS
+    down_factors: tuple[float, ...] = DOWN_FACTORS
+    regimes: tuple[float, ...] = REGIMES
+    regime_h: float = REGIME_H
 
     def chances(self, *, is_up: bool, bin_: int, gap_s: float) -> tuple[float, ...]:
         """Probability that the state ends within a tick, by regime."""

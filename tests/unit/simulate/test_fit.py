@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.scaling.deadline import Hazard, fitted
+from envscaler_airflow.scaling.deadline import Hazard, risk
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests" / "data" / "spot"
@@ -31,7 +31,7 @@ def test_the_file_of_constants_is_made_by_its_command(fit):
 
     assert made
     for name, value in made.items():
-        assert getattr(fitted, name) == pytest.approx(value, rel=1e-3), name
+        assert getattr(risk, name) == pytest.approx(value, rel=1e-3), name
 
 
 @pytest.mark.timeout(90)
