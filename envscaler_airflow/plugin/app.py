@@ -18,8 +18,8 @@ from sqlalchemy import select
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.hooks.settings import StorePlace, setting, store_place
-from envscaler_airflow.plugin.facts import RunFacts, read_facts
 from envscaler_airflow.plugin.page import POLICY, message_page, run_page
+from envscaler_airflow.plugin.page_facts import RunFacts, read_facts
 from envscaler_airflow.store import RunKey, Store, deployment_of
 from envscaler_airflow.store.base import DEPLOYMENT
 

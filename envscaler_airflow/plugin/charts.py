@@ -9,7 +9,7 @@ from itertools import groupby
 
 from envscaler_airflow.owner.report import why_ended
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.plugin.facts import Rate
+from envscaler_airflow.plugin.page_facts import Rate
 from envscaler_airflow.run import AttemptState, outcome_of
 
 WIDTH = 960.0

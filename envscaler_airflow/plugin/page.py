@@ -21,7 +21,7 @@ from envscaler_airflow.owner.report import run_bill, why_ended
 from envscaler_airflow.planning.amounts import usd_less, usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin import charts
-from envscaler_airflow.plugin.facts import ANSWERS, MOST_NODES, RunFacts
+from envscaler_airflow.plugin.page_facts import ANSWERS, MOST_NODES, RunFacts
 from envscaler_airflow.run import AttemptState, Event, RunState
 from envscaler_airflow.run.cost import Bill, Split
 from envscaler_airflow.run.narration import transfer_text

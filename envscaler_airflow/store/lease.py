@@ -1,9 +1,10 @@
-"""The owner's lease: a counter. If the owner stops raising it, the sidecar ends the attempt."""
+"""The owner's lease, a counter: if it stops, the sidecar ends the attempt. The sensor has a lease too."""
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from envscaler_airflow.store.names import join
 
 LEASE = "lease/run.json"
 RENEW_EVERY_S = 60.0
-"""Seconds between renewals. Chosen: a thirtieth of the default ``orphan_after``."""
+"""Seconds between renewals of either lease. Chosen: a thirtieth of the default ``orphan_after``."""
 MAX_AGE_S = 30 * 86400.0
 """Longest age accepted, seconds. Chosen: no machine of ours runs longer."""
 MOST_RENEWALS = 2**53
@@ -166,7 +167,7 @@ class LeaseWatch:
         return self._unchanged_s
 
 
-NAME = "lease/log.json"
+TASK_LOG = "lease/log.json"
 MAX_BYTES = 1 << 20
 """Largest file read, bytes. Chosen: cursors for 10,000 nodes fit."""
 
@@ -206,7 +207,7 @@ def read_task_log(store: Store, prefix: str) -> TaskLog:
     Raises:
         StoreError: The store cannot be read.
     """
-    name = join(prefix, NAME)
+    name = join(prefix, TASK_LOG)
     try:
         text = store.read(name, max_bytes=MAX_BYTES)
         if text is None:
@@ -231,9 +232,77 @@ def write_task_log(store: Store, prefix: str, log: TaskLog) -> None:
         "host": log.host,
         "event": log.event,
     }
-    store.write(join(prefix, NAME), json.dumps(body, separators=(",", ":")).encode())
+    store.write(join(prefix, TASK_LOG), json.dumps(body, separators=(",", ":")).encode())
 
 
 def _cursors(body: Mapping[str, list[int]] | None) -> dict[str, Cursor]:
     found = {str(key): (int(at[0]), int(at[1])) for key, at in (body or {}).items()}
     return {key: at for key, at in found.items() if at[0] >= 1 and at[1] >= 0}
+
+
+SENSOR_LEASE = "lease/scaling.json"
+PATIENCE_S = 300.0
+"""A lease unchanged for this long means that no sensor runs, seconds. Chosen: a triggerer restarts sooner."""
+_MAX_BYTES = 1 << 12
+
+
+class SensorLease:
+    """The lease of one run; the sensor's trigger renews it."""
+
+    def __init__(self, store: Store, prefix: str, *, monotonic: Callable[[], float]) -> None:
+        """Write nothing yet."""
+        self._store = store
+        self._name = f"{prefix}/{SENSOR_LEASE}"
+        self._monotonic = monotonic
+        self._holder = str(uuid.uuid4())
+        self._counter = 0
+        self._renewed: float | None = None
+
+    def renew(self) -> None:
+        """Write the lease if it is due.
+
+        Raises:
+            StoreError: The store cannot be written.
+        """
+        now = self._monotonic()
+        if self._renewed is not None and now - self._renewed < RENEW_EVERY_S:
+            return
+        self._counter += 1
+        body = {"schema": SCHEMA, "holder": self._holder, "counter": self._counter}
+        self._store.write(self._name, json.dumps(body).encode())
+        self._renewed = now
+
+
+class SensorWatch:
+    """Reports once that no sensor has checked a run for :data:`PATIENCE_S`, by the watcher's own clock."""
+
+    def __init__(self, store: Store, prefix: str, *, monotonic: Callable[[], float]) -> None:
+        """Start the wait now."""
+        self._store = store
+        self._name = f"{prefix}/{SENSOR_LEASE}"
+        self._monotonic = monotonic
+        self._seen: bytes | None = None
+        self._changed = monotonic()
+        self._looked: float | None = None
+        self._told = False
+
+    def news(self) -> str | None:
+        """Return a line for the stage's log, None if there is nothing new.
+
+        Raises:
+            StoreError: The store cannot be read; nothing is known.
+        """
+        now = self._monotonic()
+        if self._looked is not None and now - self._looked < RENEW_EVERY_S:
+            return None
+        text = self._store.read(self._name, max_bytes=_MAX_BYTES)
+        self._looked = now
+        if text != self._seen:
+            self._seen, self._changed, self._told = text, now, False
+        if self._told or now - self._changed < PATIENCE_S:
+            return None
+        self._told = True
+        return (
+            "the spec has a scaling block, but no ScalingSensor has looked at this stage for "
+            f"{PATIENCE_S:.0f} s: it stays where it is"
+        )

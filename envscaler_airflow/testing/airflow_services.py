@@ -5,7 +5,7 @@ its own session, on SQLite, with a config file in the home. A Ctrl-C in the term
 the caller. The ``with`` block then ends, and :meth:`AirflowServices.stop` ends everything that the home has
 started, including deliberately detached training. If the caller itself is killed, a guard process does the
 same at once. Nothing outside the home is read or written, and only processes with the home's mark are ended
-(see ``processes.py``).
+(see :func:`belonging_to`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,6 @@ from typing import Literal, Self
 import httpx
 import psutil
 
-from envscaler_airflow.testing import processes
 from envscaler_airflow.testing.airflow_api import AirflowApi
 
 Component = Literal["api-server", "scheduler", "dag-processor", "triggerer"]
@@ -107,7 +106,7 @@ class AirflowServices(AirflowApi):
             RuntimeError: One of them ended; the end of its log is in the message.
             TimeoutError: Not healthy within *timeout_s*.
         """
-        self._guard = processes.start_guard(self.home)
+        self._guard = start_guard(self.home)
         try:
             self._run("db", "migrate")
             for component in COMPONENTS:
@@ -137,9 +136,7 @@ class AirflowServices(AirflowApi):
         process = self._started.get(component)
         if process is None:
             return []
-        members = (
-            found.pid for found in processes.belonging_to(self.home) if _session(found.pid) == process.pid
-        )
+        members = (found.pid for found in belonging_to(self.home) if _session(found.pid) == process.pid)
         return sorted(members, key=lambda pid: (pid != process.pid, pid))
 
     def task_pids(self, dag_id: str, run_id: str, task_id: str, *, map_index: int = -1) -> list[int]:
@@ -158,7 +155,7 @@ class AirflowServices(AirflowApi):
         if sig != signal.SIGKILL:
             process.send_signal(sig)
             return
-        found = [member for pid in self.pids(component) if (member := processes.find(pid))]
+        found = [member for pid in self.pids(component) if (member := find(pid))]
         for member in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -180,7 +177,7 @@ class AirflowServices(AirflowApi):
     @contextlib.contextmanager
     def frozen(self, component: Component) -> Iterator[None]:
         """Freeze *component* (SIGSTOP) in this block; afterwards it continues as if nothing had happened."""
-        members = [member for pid in self.pids(component) if (member := processes.find(pid))]
+        members = [member for pid in self.pids(component) if (member := find(pid))]
         for member in members:
             member.suspend()
         try:
@@ -218,7 +215,7 @@ class AirflowServices(AirflowApi):
             # The API server ends last, because the other components still report to it.
             self._end(*(name for name in self._started if name != "api-server"))
             self._end(*(name for name in self._started if name == "api-server"))
-            killed = processes.end_all(self.home)
+            killed = end_all(self.home)
             if self._guard is not None and self._guard.stdin is not None:
                 self._guard.stdin.close()
                 self._guard.wait(timeout=30)
@@ -255,7 +252,7 @@ class AirflowServices(AirflowApi):
                 stderr=log,
                 start_new_session=True,
             )
-        processes.note_session(self.home, self._started[component].pid)
+        note_session(self.home, self._started[component].pid)
 
     def _end(self, *components: Component) -> None:
         for component in components:
@@ -332,7 +329,7 @@ def _environment(home: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIRFLOW", "_AIRFLOW"))}
     return kept | {
         "AIRFLOW_HOME": str(home),
-        processes.MARK: str(home),
+        MARK: str(home),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
         "NO_COLOR": "1",
@@ -377,3 +374,113 @@ def _signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+MARK = "ENVSCALER_SERVICES"
+"""Environment variable with the home that a process belongs to."""
+
+_SESSIONS = "sessions"
+_ROUNDS = 50
+"""Maximum rounds of killing; each finds what was forked during the previous one. Chosen: 50 x 0.1 s."""
+
+
+def note_session(home: Path, pid: int) -> None:
+    """Record that session *pid* belongs to *home*."""
+    with (home / _SESSIONS).open("a") as file:
+        file.write(f"{pid}\n")
+
+
+EMPTY_LOOKS = 2
+"""Consecutive empty searches required. Chosen: a process in the middle of an exec shows no environment."""
+
+
+def belonging_to(home: Path) -> list[psutil.Process]:
+    """Every live process of *home*, even a detached one, except this process and its parents.
+
+    Each process below a home inherits the variable :data:`MARK`. The environment of some cannot be read:
+    Airflow's task supervisors hide theirs, and a process that sets its title overwrites it. These are found
+    by their session: the home's file ``sessions`` lists the sessions of its own services.
+    """
+    sessions = _sessions(home)
+    me = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    return [
+        process
+        for process in psutil.process_iter()
+        if process.pid not in me and _is_of(process, home, sessions)
+    ]
+
+
+def find(pid: int) -> psutil.Process | None:
+    """The live process *pid*; None when it is gone."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def end_all(home: Path) -> list[str]:
+    """Kill every process of *home* and return the command lines of the killed ones.
+
+    Raises:
+        RuntimeError: Some still exist after 5 s; names them.
+    """
+    killed: list[str] = []
+    empty = 0
+    for _ in range(_ROUNDS):
+        found = belonging_to(home)
+        empty = 0 if found else empty + 1
+        if empty == EMPTY_LOOKS:
+            return killed
+        if not found:
+            time.sleep(0.05)
+            continue
+        killed += [_describe(process) for process in found]
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=0.1)
+    raise RuntimeError(f"{home}: still alive: {[_describe(process) for process in belonging_to(home)]}")
+
+
+def start_guard(home: Path) -> subprocess.Popen[bytes]:
+    """Start a process that ends everything of *home* once the caller is gone, even by SIGKILL.
+
+    It waits for the end of its standard input, whose other end the caller keeps open.
+    """
+    command = [sys.executable, "-m", "envscaler_airflow.testing.airflow_services", str(home)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _sessions(home: Path) -> frozenset[int]:
+    try:
+        text = (home / _SESSIONS).read_text()
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(int(line) for line in text.split())
+
+
+def _is_of(process: psutil.Process, home: Path, sessions: Container[int]) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE or process.uids().real != os.getuid():
+            return False
+        if os.getsid(process.pid) in sessions:
+            return True
+        return process.environ().get(MARK) == str(home)
+    except (psutil.Error, ProcessLookupError):
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"{process.pid}"
+
+
+def _guard(home: Path) -> None:
+    sys.stdin.buffer.read()
+    end_all(home)
+
+
+if __name__ == "__main__":
+    _guard(Path(sys.argv[1]))

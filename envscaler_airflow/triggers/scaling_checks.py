@@ -17,7 +17,7 @@ from envscaler_airflow.run import RunState
 from envscaler_airflow.scaling import Ask, Check
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.decisions import DecisionLog
-from envscaler_airflow.triggers.sensor_lease import SensorLease
+from envscaler_airflow.store.lease import SensorLease
 
 DEADLINE_MARGIN_S = 3600.0
 """How long after a stage's deadline its sensor times out, seconds. Chosen: the stage's own

@@ -12,8 +12,7 @@ from airflow.sdk.exceptions import AirflowRuntimeError
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.triggers.stage_trigger import settle_s
-from envscaler_airflow.triggers.threads import in_thread
+from envscaler_airflow.triggers.stage_trigger import in_thread, settle_s
 
 if TYPE_CHECKING:
     from envscaler_airflow.triggers.scaling_checks import Checks

@@ -23,8 +23,7 @@ from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.store import Store
 from envscaler_airflow.store.events import EventLog, event_name
-from envscaler_airflow.store.lease import renew_lease, waits_of
-from envscaler_airflow.triggers.sensor_lease import SensorWatch
+from envscaler_airflow.store.lease import SensorWatch, renew_lease, waits_of
 from envscaler_airflow.triggers.tail import Shown, Tail, labelled
 
 LOG_BYTES_PER_LOOK = 64 << 10

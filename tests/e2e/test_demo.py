@@ -11,7 +11,7 @@ import psutil
 import pytest
 from fakes.kubernetes import JOBS
 
-from envscaler_airflow.testing.processes import MARK, belonging_to
+from envscaler_airflow.testing.airflow_services import MARK, belonging_to
 
 
 class Interrupted:

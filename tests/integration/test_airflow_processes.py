@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from envscaler_airflow.testing import processes
+from envscaler_airflow.testing import airflow_services
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 DETACH = """
@@ -36,7 +36,7 @@ time.sleep(60)
 
 def marked(home):
     """The environment of a process of *home*."""
-    return os.environ | {processes.MARK: str(home)}
+    return os.environ | {airflow_services.MARK: str(home)}
 
 
 def until(condition, seconds=10.0):
@@ -53,26 +53,26 @@ def until(condition, seconds=10.0):
 def home(tmp_path):
     """A home whose processes are gone after the test."""
     yield tmp_path
-    processes.end_all(tmp_path)
+    airflow_services.end_all(tmp_path)
 
 
 def test_ends_a_process_that_left_its_session_and_parent(home):
     """A double fork detaches the training; the mark in its environment finds it."""
     subprocess.run([sys.executable, "-c", DETACH], env=marked(home), check=True)
-    assert until(lambda: len(processes.belonging_to(home)) == 1)
+    assert until(lambda: len(airflow_services.belonging_to(home)) == 1)
 
-    killed = processes.end_all(home)
+    killed = airflow_services.end_all(home)
 
     assert len(killed) == 1
-    assert processes.belonging_to(home) == []
+    assert airflow_services.belonging_to(home) == []
 
 
 def test_ends_a_process_without_the_mark_in_a_noted_session(home):
     """A process that overwrote its environment is found by the session of its service."""
     with subprocess.Popen(SLEEP, start_new_session=True) as service:
-        processes.note_session(home, service.pid)
+        airflow_services.note_session(home, service.pid)
 
-        killed = processes.end_all(home)
+        killed = airflow_services.end_all(home)
 
         assert len(killed) == 1
         service.wait(timeout=5)
@@ -83,13 +83,13 @@ def test_leaves_other_homes_alone(home, tmp_path_factory):
     """The mark names the home."""
     other = tmp_path_factory.mktemp("other")
     with subprocess.Popen(SLEEP, env=marked(other), start_new_session=True) as stranger:
-        assert until(lambda: len(processes.belonging_to(other)) == 1)
+        assert until(lambda: len(airflow_services.belonging_to(other)) == 1)
 
-        killed = processes.end_all(home)
+        killed = airflow_services.end_all(home)
 
         assert killed == []
         assert stranger.poll() is None
-        processes.end_all(other)
+        airflow_services.end_all(other)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])

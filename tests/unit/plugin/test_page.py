@@ -19,8 +19,14 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.plugin import charts
 from envscaler_airflow.plugin import page as page_module
 from envscaler_airflow.plugin.charts import Axis
-from envscaler_airflow.plugin.facts import MOST_CHUNKS, MOST_NODES, Rate, read_facts, speeds
 from envscaler_airflow.plugin.page import MOST_TEXT, POLICY, message_page, moment, run_page, shown
+from envscaler_airflow.plugin.page_facts import (
+    MOST_CHUNKS,
+    MOST_NODES,
+    Rate,
+    read_facts,
+    speeds,
+)
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store import events as store_events

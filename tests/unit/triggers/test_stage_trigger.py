@@ -19,11 +19,10 @@ from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store, read_lease, renew_lease
-from envscaler_airflow.store.lease import read_task_log
+from envscaler_airflow.store.lease import SensorLease, SensorWatch, read_task_log
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
 from envscaler_airflow.triggers import stage_trigger as stage_module
 from envscaler_airflow.triggers import stage_watch as look_module
-from envscaler_airflow.triggers.sensor_lease import SensorLease, SensorWatch
 from envscaler_airflow.triggers.stage_trigger import StageTrigger, settle_s
 from envscaler_airflow.triggers.stage_watch import Look
 from envscaler_airflow.triggers.tail import Tail

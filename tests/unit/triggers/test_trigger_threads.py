@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from envscaler_airflow.triggers import threads
+from envscaler_airflow.triggers import stage_trigger
 from envscaler_airflow.triggers.scaling_trigger import ScalingTrigger
 
 
@@ -40,14 +40,16 @@ def test_a_check_that_hangs_is_joined_by_no_other(monkeypatch):
 
 def test_hanging_checks_leave_the_threads_of_stages_free(monkeypatch):
     """As many checks hang as there are threads: a stage's check still gets one."""
-    monkeypatch.setattr(threads, "_THREADS", 2)
-    threads._pool.cache_clear()
+    monkeypatch.setattr(stage_trigger, "_THREADS", 2)
+    stage_trigger._pool.cache_clear()
     go_on = threading.Event()
 
     async def both():
-        hung = [asyncio.ensure_future(threads.in_thread(go_on.wait, 5, kind="scaling")) for _ in range(3)]
+        hung = [
+            asyncio.ensure_future(stage_trigger.in_thread(go_on.wait, 5, kind="scaling")) for _ in range(3)
+        ]
         await asyncio.sleep(0)
-        answer = await threads.in_thread(lambda: "renewed", timeout_s=2.0)
+        answer = await stage_trigger.in_thread(lambda: "renewed", timeout_s=2.0)
         go_on.set()
         await asyncio.gather(*hung)
         return answer
@@ -55,4 +57,4 @@ def test_hanging_checks_leave_the_threads_of_stages_free(monkeypatch):
     try:
         assert asyncio.run(both()) == "renewed"
     finally:
-        threads._pool.cache_clear()
+        stage_trigger._pool.cache_clear()
