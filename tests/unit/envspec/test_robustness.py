@@ -88,7 +88,6 @@ documents = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6).map(
 )
 fuzzing = settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

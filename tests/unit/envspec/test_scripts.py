@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -139,7 +138,7 @@ def test_an_input_within_a_script_is_a_plain_address(tmp_path):
         load(tmp_path, words, inputs={"data": "s3://bucket/$(id)"})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30))
 def test_quoted_text_arrives_as_it_was_typed(tmp_path_factory, text):
     """By the shell itself, for any text; the loader's refusals are not run (B4)."""
@@ -174,14 +173,11 @@ def test_the_place_of_a_template_in_a_script(script, places):
 
 
 def test_a_pattern_is_matched_in_linear_time(tmp_path):
-    """41 letters took ``re`` more than a day (B3)."""
+    """41 letters took ``re`` more than a day, and a test has minutes (B3)."""
     declared = {"x": {"type": "string", "pattern": SLOW}}
-    begun = time.process_time()
 
     with pytest.raises(SpecError, match="does not match"):
         load(tmp_path, ["true"], declared=declared, parameters={"x": "a" * 4000})
-
-    assert time.process_time() - begun < 2
 
 
 @pytest.mark.parametrize(
@@ -248,15 +244,12 @@ _PATTERNS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_PATTERNS, st.sampled_from(["a", "ab", "aab", "abc", "c"]))
 def test_a_pattern_that_is_called_safe_is_fast_by_backtracking(pattern, unit):
-    """Python's own matcher, on a long text that almost matches (B3)."""
+    """Python's own matcher ends on a text that almost matches; one that repeats repeats would not (B3)."""
     if not patterns.is_safe_elsewhere(pattern):
         return
-    compiled, text = re.compile(f"^(?:{pattern})$"), (unit * 400)[:400] + "!"
-    begun = time.process_time()
+    text = (unit * 4000)[:4000] + "!"
 
-    compiled.search(text)
-
-    assert time.process_time() - begun < 0.5
+    assert re.compile(f"^(?:{pattern})$").search(text) is None

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import time
 
 import pytest
 
@@ -255,14 +254,13 @@ def test_messages_blank_known_forms():
     assert MIXED[:20] not in shown
 
 
+@pytest.mark.timeout(30)  # at most 3 s of a free core; to start over at each letter would take a minute
 @pytest.mark.parametrize(
     "text", ["a", "bearer ", "sk-", "webhook.", "x:\\\\", "'a':'", ";a=b", "?a=", "AIza ghp_"]
 )
-def test_a_long_text_is_read_in_little_time(text):
-    """64 KiB of repeated beginnings of a secret (B3, B5)."""
-    long = text * (65536 // len(text))
-    begun = time.process_time()
-    mask(long)
-    has_secret_shape(long)
+def test_a_long_text_is_read_at_all(text):
+    """256 KiB of repeated beginnings of a secret: time quadratic in it exceeds the limit (B3, B5)."""
+    long = text * ((256 << 10) // len(text))
 
-    assert time.process_time() - begun < 2
+    assert len(mask(long)) > 0
+    assert has_secret_shape(long) in (False, True)

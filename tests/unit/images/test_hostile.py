@@ -167,7 +167,7 @@ def test_the_document_itself_loads_and_renders(tmp_path):
 
 @pytest.mark.timeout(60)
 @settings(
-    max_examples=250, deadline=None,
+    max_examples=250,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(path=st.sampled_from(PLACES), text=hostile, is_key=st.booleans())

@@ -39,7 +39,7 @@ def of(folder, name: str) -> Requirements:
     return read_requirements(EnvSpec.from_dict(body))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=8).map("".join))
 def test_any_file_is_read_or_refused(tmp_path, text):
     """Nothing of the machine outside its folder gets into the result."""

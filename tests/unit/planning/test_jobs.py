@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.catalog.packaged import gpu_facts, job, jobs
@@ -18,7 +18,6 @@ from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.table import Kind, Row, build_table
 from envscaler_airflow.planning.throughput import Gpu, Step, Timing, fit_step, minimise, roofline_s
 
-unhurried = settings(deadline=None)  # the machine may be busy
 OLD = Gpu("OLD", 16, 300, {"fp32": 10, "fp16": 60}, 32)
 NEW = Gpu("NEW", 80, 1500, {"fp32": 20, "fp16": 300, "tf32": 150}, 600, has_direct_link=True)
 GPUS = {"OLD": OLD, "NEW": NEW}
@@ -41,7 +40,6 @@ def test_a_step_is_computing_and_synchronising():
     assert replace(STEP, overlap=1.0).seconds(50, 2, 1) == pytest.approx(0.27)
 
 
-@unhurried
 @given(local=st.floats(1, 1e4), gpus=st.integers(1, 64), overlap=st.floats(1, 10))
 def test_a_step_takes_no_less_than_its_longer_part_and_no_more_than_both(local, gpus, overlap):
     """This applies to any overlap."""

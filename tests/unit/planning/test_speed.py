@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.planning import (
@@ -21,7 +21,6 @@ from envscaler_airflow.planning import (
     value_of_hour,
 )
 
-unhurried = settings(deadline=None)  # the machine may be busy
 BASE = Speed(10.0, 1.0, "measured", 60)
 
 
@@ -181,7 +180,6 @@ def test_an_unknown_price_is_not_free():
     assert (got.hours, got.usd, got.usd_high, got.objective) == (1.0, None, None, None)
 
 
-@unhurried
 @given(st.floats(0, 1e6), st.floats(0, 100), st.floats(0, 100), st.floats(0, 10))
 def test_the_objective_grows_with_the_price(units, price, more, value):
     """Never cheaper at a higher price."""

@@ -331,7 +331,7 @@ def test_words_of_a_run_stay_words(store):
     assert page.count("&lt;script&gt;") >= 6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(words=st.text(min_size=1, max_size=60))
 def test_no_text_at_all_makes_a_tag(tmp_path_factory, words):
     """The name of the run does not matter."""

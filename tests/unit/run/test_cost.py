@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.planning import Allocation, Offer
@@ -252,7 +252,6 @@ uses = st.builds(
 )
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.lists(uses, max_size=5))
 def test_parts_add_up_to_the_whole(found):
     """For any known facts, no part is negative and the parts add up to the billed amount."""

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed, Speedup, estimate
@@ -22,7 +22,6 @@ from envscaler_airflow.scaling import (
     validate,
 )
 
-unhurried = settings(deadline=None)  # the machine may be busy
 KINDS = ("a", "b", "c")
 
 
@@ -125,7 +124,6 @@ eager = policies.map(
 )
 
 
-@unhurried
 @given(cases, policies)
 def test_a_move_is_within_every_limit(seen, policy):
     """Nodes, free capacity, cooldown, one action at a time, health; budget unless it saves."""
@@ -147,7 +145,6 @@ def test_a_move_is_within_every_limit(seen, policy):
     assert 600 - got.wanted[got.target.name] >= policy.stabilization_s
 
 
-@unhurried
 @given(cases, policies)
 def test_a_move_never_breaks_the_budget(seen, policy):
     """Nine times of ten it ends within the budget, or it costs less than staying."""
@@ -159,7 +156,6 @@ def test_a_move_never_breaks_the_budget(seen, policy):
         assert moving["usd_high"] <= left or moving["usd"] < staying["usd"]
 
 
-@unhurried
 @given(cases, policies)
 def test_a_move_by_cost_beats_staying_by_the_tolerance(seen, policy):
     """Without a deadline, only the objective decides."""
@@ -170,7 +166,6 @@ def test_a_move_by_cost_beats_staying_by_the_tolerance(seen, policy):
         assert moving["objective"] < (1 - policy.tolerance) * staying["objective"]
 
 
-@unhurried
 @given(cases, policies, st.randoms(use_true_random=False))
 def test_the_order_of_offers_does_not_matter(seen, policy, random):
     """Candidates, statements and samples come in any order."""
@@ -185,7 +180,6 @@ def test_the_order_of_offers_does_not_matter(seen, policy, random):
     assert decide(other, policy) == decide(seen, policy)
 
 
-@unhurried
 @given(cases, policies)
 def test_a_recorded_check_gives_the_recorded_decision(seen, policy):
     """The check round-trips through JSON without NaN, and the decision is repeated."""
@@ -197,7 +191,6 @@ def test_a_recorded_check_gives_the_recorded_decision(seen, policy):
     assert replay(again) == check.decision
 
 
-@unhurried
 @given(movable(), eager | policies)
 def test_what_was_decided_is_validated_on_the_same_facts(seen, policy):
     """An owner with the same facts accepts it (feature B10)."""
@@ -210,7 +203,6 @@ def test_what_was_decided_is_validated_on_the_same_facts(seen, policy):
     assert (again.action, again.target) == ("move", got.target)
 
 
-@unhurried
 @given(movable(), eager, st.floats(0, 1))
 def test_a_lower_price_never_undoes_a_move(seen, policy, factor):
     """Monotone in price: if the target of a move is cheaper, the stage still moves there."""
@@ -225,7 +217,6 @@ def test_a_lower_price_never_undoes_a_move(seen, policy, factor):
     assert decide(replace(seen, candidates=(*rest, cheaper)), policy).target == cheaper
 
 
-@unhurried
 @given(cases, policies, st.floats(1, 10))
 def test_a_higher_price_never_makes_a_move(seen, policy, factor):
     """Monotone in price: if the others cost more, a stage that stays still stays."""
@@ -244,7 +235,6 @@ def test_a_higher_price_never_makes_a_move(seen, policy, factor):
     assert decide(replace(seen, candidates=dearer), policy).action == "keep"
 
 
-@unhurried
 @given(
     prior=st.floats(0.5, 3),
     truth=st.floats(0.5, 3),
@@ -280,7 +270,6 @@ def test_a_stationary_noisy_job_does_not_flap(prior, truth, price, value, noise)
     assert moves <= 2
 
 
-@unhurried
 @given(st.lists(st.floats(30, 90), min_size=30, max_size=30), st.integers(1, 8))
 def test_a_stationary_noisy_load_does_not_flap(load, nodes):
     """Noise around one load (60 per node at *nodes*): after the first change, no moves back and forth."""
@@ -301,7 +290,6 @@ def test_a_stationary_noisy_load_does_not_flap(load, nodes):
     assert turns == 0
 
 
-@unhurried
 @given(
     units=st.floats(0, 1e6),
     speed=speeds,
@@ -374,7 +362,6 @@ def any_case(draw):
     )
 
 
-@unhurried
 @given(any_case(), any_policy)
 def test_no_policy_leaves_the_limits_or_moves_without_a_reason(seen, policy):
     """Urgent moves too: nodes, free capacity, health, phase, one action at a time, budget."""
@@ -393,7 +380,6 @@ def test_no_policy_leaves_the_limits_or_moves_without_a_reason(seen, policy):
     assert seen.budget_usd is None or seen.spent_usd is not None
 
 
-@unhurried
 @given(any_case(), any_policy, st.randoms(use_true_random=False))
 def test_for_no_policy_the_order_of_offers_matters(seen, policy, random):
     """Candidates and samples come in any order; the recorded check gives the recorded decision."""
@@ -408,7 +394,6 @@ def test_for_no_policy_the_order_of_offers_matters(seen, policy, random):
     assert replay(Check.from_dict(json.loads(json.dumps(check.to_dict(), allow_nan=False)))) == got
 
 
-@unhurried
 @given(any_case(), any_policy)
 def test_every_policy_keeps_when_nothing_is_known(seen, policy):
     """No metric, no speed, no phase, no deadline: keep, and name the reason."""

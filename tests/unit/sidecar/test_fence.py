@@ -151,7 +151,7 @@ def folders_of_runs(tmp_path_factory):
     between=st.integers(0, 90),
     keep=st.integers(1, 3),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_what_is_promised_stays_wherever_the_older_sidecar_was(
     folders_of_runs, before, of_owner, between, keep
 ):

@@ -46,7 +46,7 @@ def spot_cases(draw):
 
 
 @pytest.mark.parametrize("name", sorted(SPOT_POLICIES))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(case=spot_cases(), ask=st.none() | st.sampled_from([0.0, 0.1, 0.7, 3.0]))
 @pytest.mark.timeout(60)
 def test_no_policy_is_late_or_cheaper_than_the_optimum(name, case, ask):

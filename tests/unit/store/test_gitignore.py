@@ -158,7 +158,7 @@ def test_an_index_that_cannot_be_read_keeps_nothing_back(tmp_path, tmp_path_fact
         assert "lib/code.py" not in shipped(folder, tmp_path_factory)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4).map("".join), min_size=1, max_size=4)
 )
