@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor, Event, RunState
-from envscaler_airflow.store import EventLog, RunKey, Store, for_run, open_store
+from envscaler_airflow.store import EventLog, RunKey, Store, open_store
 from envscaler_airflow.store.events import event_name
+from envscaler_airflow.store.run import Run
 
 ATTEMPTS = 2000
 OFFER = Offer("aws", "us-east-1", "g5.xlarge", "spot", 4, 16, gpu_name="A10G", gpus=1, usd_per_hour=0.4)
@@ -69,7 +70,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         key = RunKey("deployment", "retrain", "scheduled__2026-01-01T00:00:00+00:00", "train")
-        store = for_run(open_store(folder), key.prefix)
+        store = Run(open_store(folder), key)
         for event in events(arguments.attempts):
             store.create(event_name(event.number), event.to_json())
         measure(store, arguments.repeats)

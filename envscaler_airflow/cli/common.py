@@ -18,10 +18,9 @@ from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.run import RunState
 from envscaler_airflow.store.base import Store, deployment_of, open_store
-from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.user_folders import data_folder
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -124,8 +123,8 @@ def shell_backend() -> Backend:
     return create_backend("local", {"root": Path(root)} if root else {})
 
 
-def find_run(store: Store, text: str) -> str:
-    """Folder of the run that *text* names: its whole prefix, or a part of one that is unique.
+def find_run(store: Store, text: str) -> Run:
+    """The run that *text* names: its whole prefix, or a part of one that is unique.
 
     Names match as given, and in the form that the folder has, where ``v1.2`` is ``v1%2E2``.
 
@@ -138,7 +137,7 @@ def find_run(store: Store, text: str) -> str:
         spellings += [[encode_part(part) for part in parts], [encode_part(text)]]
     found = [prefix for prefix in run_prefixes(store) if any(_ends(prefix, one) for one in spellings)]
     if len(found) == 1:
-        return found[0]
+        return Run(store, found[0])
     if not found:
         raise SpecError(f"no run in {store.url} is named {text!r}; `envscaler status` lists them")
     listed = "\n  ".join(found[:20])
@@ -158,11 +157,6 @@ def run_prefixes(store: Store) -> list[str]:
     for _ in range(5):
         level = [f"{here}/{child}".lstrip("/") for here in level for child in store.children(here)]
     return sorted(prefix for prefix in level if prefix.count("/") == 4)
-
-
-def load_state(store: Store, prefix: str) -> RunState:
-    """Fold of the run's events."""
-    return EventLog(store, prefix, snapshots=False).load()
 
 
 class Group(click.Group):

@@ -39,6 +39,7 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState, outcome_of
 from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 DAG_ID = "retrain_text_classifier"
@@ -208,8 +209,8 @@ class Demo:
 
     def _open_stories(self, run_id: str) -> None:
         for stage in STAGES:
-            prefix = RunKey(self._place.deployment, DAG_ID, run_id, stage).prefix
-            self._stories[stage] = StageStory(self._place.store, prefix, stage)
+            key = RunKey(self._place.deployment, DAG_ID, run_id, stage)
+            self._stories[stage] = StageStory(Run(self._place.store, key), stage)
 
     def _follow(self, airflow: AirflowServices, run_id: str) -> str:
         """Report the progress of the DAG run, and return its final state."""

@@ -127,7 +127,7 @@ def find_lock(text: str, store: Store) -> Lock:
     """
     if text.endswith(".json") and not Path(text).is_file():
         raise SpecError(f"--locked {text}: no such file; `envscaler build --lock {text}` writes it")
-    return read_lock(text) if Path(text).is_file() else read_lock(text, store, find_run(store, text))
+    return read_lock(text) if Path(text).is_file() else read_lock(text, find_run(store, text))
 
 
 def lock_of(spec: EnvSpec, requirements: Requirements, builder: Builder, made: Built) -> Lock:

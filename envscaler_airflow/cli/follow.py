@@ -10,12 +10,10 @@ from typing import Any
 from envscaler_agent.protocol import Status
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner.report import why_ended
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.run import AttemptState, RunState, fold
 from envscaler_airflow.run.narration import describe, resumed
-from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.logs import read_logs
+from envscaler_airflow.store.run import Run
 
 _MAX_OUTPUT_BYTES = 1 << 20
 """Largest JSON file of an output that is read. Chosen: summaries are a few kilobytes."""
@@ -26,24 +24,21 @@ class StageStory:
 
     Attributes:
         name: The stage's human-readable name.
-        prefix: The run's folder in the store.
         state: Fold of the events reported so far.
         status: The last status of node 0 of the current attempt; None before the first.
     """
 
-    def __init__(self, store: Store, prefix: str, name: str) -> None:
-        """Begin before the first event."""
-        self.name, self.prefix = name, prefix
+    def __init__(self, run: Run, name: str) -> None:
+        """Begin before the first event of *run*; *name* is its stage's."""
+        self.name, self._run = name, run
         self.state = RunState()
         self.status: Status | None = None
-        self._store = store
-        self._log = EventLog(store, prefix)
         self._resumed: dict[tuple[int, int], int] = {}
         self._cursors: dict[tuple[int, int], tuple[int, int]] = {}
 
     def now(self) -> float:
         """The run's time, which is its store's."""
-        return self._store.now()
+        return self._run.now()
 
     def look(self) -> list[str]:
         """Lines about what is new since the previous call; none if the store cannot be read now."""
@@ -59,7 +54,7 @@ class StageStory:
         Raises:
             StoreError: The store cannot be read.
         """
-        self.state = fold(self._log.read(after=self.state.number), self.state)
+        self.state = fold(self._run.events.read(after=self.state.number), self.state)
 
     def news(self) -> list[str]:
         """The same without what the training printed."""
@@ -93,19 +88,19 @@ class StageStory:
         """A JSON file of one of the outputs; {} when it is not there."""
         last = self.state.current
         uri = str((last.ended.get("outputs") or {}).get(output, "")) if last is not None else ""
-        folder = uri.removeprefix(f"{self._store.uri(self.prefix)}/")
+        folder = uri.removeprefix(f"{self._run.url}/")
         return self._json(f"{folder}/{file}") if folder else {}
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            text = self._store.read(f"{self.prefix}/{name}", max_bytes=_MAX_OUTPUT_BYTES)
+            text = self._run.read(name, max_bytes=_MAX_OUTPUT_BYTES)
             body = json.loads(text or b"{}")
         except (StoreError, ValueError):
             return {}
         return body if isinstance(body, dict) else {}
 
     def _events(self) -> Iterator[str]:
-        for event in self._log.read(after=self.state.number):
+        for event in self._run.events.read(after=self.state.number):
             words = describe(event, self.state)
             self.state = fold([event], self.state)
             if words:
@@ -115,26 +110,25 @@ class StageStory:
         current = self.state.current
         if current is None:
             return None
-        return read_status(self._store, self.prefix, attempt=(current.generation, current.number), node=0)
+        return self._run.status(current.key)
 
     def _resume(self) -> Iterator[str]:
         current, status = self.state.current, self.status
         if current is None or status is None or status.start_step is None:
             return
-        key = (current.generation, current.number)
-        before = self._resumed.get(key)
+        before = self._resumed.get(current.key)
         if before == status.start_step:
             return
-        self._resumed[key] = status.start_step
+        self._resumed[current.key] = status.start_step
         words = resumed(self.state, status.start_step, earlier=before)
         if words:
             yield words
 
     def _output(self) -> Iterator[str]:
         for attempt in self.state.attempts_of(self.state.generation):
-            key = (attempt.generation, attempt.number)
+            key = attempt.key
             data, self._cursors[key] = read_logs(
-                self._store, self.prefix, attempt=key, node=0, cursor=self._cursors.get(key, (1, 0))
+                self._run, attempt=key, node=0, cursor=self._cursors.get(key, (1, 0))
             )
             yield from (f"| {line}" for line in data.decode("utf-8", errors="replace").splitlines())
 

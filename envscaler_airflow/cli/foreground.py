@@ -17,7 +17,6 @@ import click
 
 from envscaler_agent.exit_codes import EXIT_STOPPED
 from envscaler_airflow.backends.base import Backend, Handle
-from envscaler_airflow.cli.common import load_state
 from envscaler_airflow.cli.follow import StageStory
 from envscaler_airflow.cli.owners import write_owner
 from envscaler_airflow.cli.progress import Voice, progress_line
@@ -38,10 +37,9 @@ from envscaler_airflow.owner.stage import (
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import Actor, RunState, outcome_of
 from envscaler_airflow.run.narration import printable
-from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import SHELL_DAG, RunKey
+from envscaler_airflow.store.keys import SHELL_DAG
 from envscaler_airflow.store.logs import read_logs
+from envscaler_airflow.store.run import Run
 
 FAILED = 1
 """Exit code of a stage that failed though its training ended with none: an output is missing, say."""
@@ -95,12 +93,12 @@ def signals() -> Iterator[None]:
             signal.signal(kind, old)
 
 
-def shell_actor(store: Store, prefix: str) -> Actor:
+def shell_actor(run: Run) -> Actor:
     """One start from a shell, newer than every owner before it.
 
     It counts as a clear: what had ended is taken up again.
     """
-    owner = load_state(store, prefix).owner
+    owner = run.events.load().owner
     number = 1 if owner is None else 1 + max(owner.try_number, owner.max_tries)
     return Actor(str(uuid.uuid4()), number, max_tries=number, life=SHELL_DAG)
 
@@ -110,14 +108,13 @@ class Foreground:
     """One process that owns a run and shows what happens.
 
     Attributes:
-        store, key, stage, backend: Of the run.
+        run, stage, backend: What runs, and where.
         voice: Prints its lines.
         actor: Who owns it.
         shows_training: False to hide the training's output.
     """
 
-    store: Store
-    key: RunKey
+    run: Run
     stage: Stage
     backend: Backend
     voice: Voice
@@ -134,14 +131,11 @@ class Foreground:
 
     def __post_init__(self) -> None:
         """Prepare; nothing is read or written."""
-        controller = Controller(
-            store=self.store, key=self.key, backend=self.backend, actor=self.actor, stage=self.stage
-        )
-        self._story = StageStory(self.store, self.prefix, self.key.task_id)
+        controller = Controller(run=self.run, backend=self.backend, actor=self.actor, stage=self.stage)
+        self._story = StageStory(self.run, self.run.key().task_id)
         self._holder = Holder(
             controller,
-            self.store,
-            self.prefix,
+            self.run,
             self.backend,
             self.actor,
             on_wait=self._on_wait,
@@ -149,15 +143,10 @@ class Foreground:
             on_trouble=self._on_trouble,
         )
 
-    @property
-    def prefix(self) -> str:
-        """The run's folder."""
-        return self.key.prefix
-
     def own(self) -> Delivered:
         """Until the run is delivered. Raises as :meth:`Controller.enter`, and SystemExit after a signal."""
         self._story.skip()
-        write_owner(self.store, self.prefix, self.actor.ti_id, self.backend)
+        write_owner(self.run, self.actor.ti_id, self.backend)
         return self._until_end(resuming=False)
 
     def go_on(self) -> Delivered:
@@ -174,7 +163,7 @@ class Foreground:
                     return self._stop(err if isinstance(err, Signalled) else Signalled(signal.SIGINT))
         except SupersededError as err:
             raise SupersededError(
-                f"{self.prefix}: another process was started with this name and goes on with the run; "
+                f"{self.run.prefix}: another process was started with this name and goes on with the run; "
                 "`envscaler logs -f` shows it"
             ) from err
         except EnvScalerError as err:
@@ -197,10 +186,10 @@ class Foreground:
             return self._holder.go_on()
         except StoppedError:
             self._tell_news()
-            self.voice.say(f"stopped; --name {self.key.run_id} goes on from its last checkpoint")
+            self.voice.say(f"stopped; --name {self.run.key().run_id} goes on from its last checkpoint")
             raise SystemExit(code) from None
         except KeyboardInterrupt:
-            name = self.key.run_id
+            name = self.run.key().run_id
             self.voice.say(
                 f"left: what still runs saves and ends by itself; see `envscaler cancel --wait {name}`"
             )
@@ -215,7 +204,7 @@ class Foreground:
     def _request_stop(self, reason: str) -> None:
         """Through the store; where that does not answer, the machine itself is asked."""
         try:
-            request_stop(self.store, self.prefix, reason=reason, by="shell")
+            request_stop(self.run, reason=reason, by="shell")
         except StoreError as err:
             self.voice.say(f"the store does not take the request: {err}")
             handle = self._waiting.watching.handle if self._waiting is not None else None
@@ -228,12 +217,11 @@ class Foreground:
         if isinstance(err, RunFailedError | StoppedError | SupersededError) or _is_transient(err):
             return
         with suppress(EnvScalerError):
-            log = EventLog(self.store, self.prefix)
-            state = log.load()
+            state = self.run.events.load()
             ours = self.actor.is_try_of(state.owner)
             if ours and state.status == "active" and state.current is None and state.live is None:
                 body = {"generation": state.generation, "reason": str(err), "failure": "start"}
-                log.append(state.number, "failed", body, actor=self.actor)
+                self.run.events.append(state.number, "failed", body, actor=self.actor)
 
     # -- what is shown
 
@@ -254,7 +242,7 @@ class Foreground:
             self.voice.say(f"waits: {printable(waits)}")
         self._waits = waits
         self._tell_messages(watch)
-        line = progress_line(self._story.status, self._story.state, now=self.store.now())
+        line = progress_line(self._story.status, self._story.state, now=self.run.now())
         if line:
             self.voice.progress(line)
 
@@ -302,7 +290,7 @@ class Foreground:
         for node in range(watching.nodes):
             key = (watching.generation, watching.attempt, node)
             data, self._cursors[key] = read_logs(
-                self.store, self.prefix, attempt=key[:2], node=node, cursor=self._cursors.get(key, (1, 0))
+                self.run, attempt=key[:2], node=node, cursor=self._cursors.get(key, (1, 0))
             )
             text = data.decode("utf-8", errors="replace")
             if text:
@@ -319,17 +307,17 @@ def own_and_tell(owner: Foreground, *, as_json: bool) -> None:
     try:
         result = owner.own()
     except (RunFailedError, StoppedError) as err:
-        state = load_state(owner.store, owner.prefix)
+        state = owner.run.events.load()
         code = exit_code(state)
         if as_json:
-            click.echo(json.dumps(_answer(owner.store, owner.prefix, state, {}, code)))
+            click.echo(json.dumps(_answer(owner.run, state, {}, code)))
         click.echo(f"Error: {str(err).splitlines()[0]}", err=True)  # the last lines of output are above
         if not as_json:
-            print_report(run_report(state, now=owner.store.now()))
+            print_report(run_report(state, now=owner.run.now()))
         click.get_current_context().exit(code)
     if as_json:
-        state = load_state(owner.store, owner.prefix)
-        click.echo(json.dumps(_answer(owner.store, owner.prefix, state, result.outputs, 0)))
+        state = owner.run.events.load()
+        click.echo(json.dumps(_answer(owner.run, state, result.outputs, 0)))
         return
     for output, uri in result.outputs.items():
         click.echo(f"output {output}: {uri}")
@@ -349,12 +337,10 @@ def exit_code(state: RunState) -> int:
     return code if isinstance(code, int) and 0 < code < 256 else FAILED
 
 
-def _answer(
-    store: Store, prefix: str, state: RunState, outputs: Mapping[str, str], code: int
-) -> dict[str, Any]:
-    report = run_report(state, now=store.now())
+def _answer(run: Run, state: RunState, outputs: Mapping[str, str], code: int) -> dict[str, Any]:
+    report = run_report(state, now=run.now())
     return {
-        "run": prefix,
+        "run": run.prefix,
         "status": state.status,
         "reason": state.reason,
         "exit_code": code,

@@ -13,7 +13,6 @@ from envscaler_agent.protocol import Status
 from envscaler_airflow.cli.common import (
     duration_option,
     find_run,
-    load_state,
     output_option,
     run_prefixes,
     store_option,
@@ -22,16 +21,14 @@ from envscaler_airflow.cli.owners import SILENT_S, owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.images.locks import container_image
-from envscaler_airflow.owner.freeze import read_parameters
 from envscaler_airflow.owner.report import run_bill, run_report
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import explain as in_words
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.lease import waits_of
 from envscaler_airflow.store.logs import read_logs
+from envscaler_airflow.store.run import Run
 
 
 @click.command()
@@ -41,7 +38,7 @@ from envscaler_airflow.store.logs import read_logs
 @store_option
 def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
     """Explain why the policy of RUN kept or moved it, with the numbers."""
-    found = list(read_decisions(store, find_run(store, run)))
+    found = list(read_decisions(find_run(store, run)))
     if not found:
         why = "no scaling check is recorded: the stage has no ScalingSensor, or it has not looked yet"
         click.echo(why, err=as_json)
@@ -107,7 +104,7 @@ def status(
     ``orphaned``: no owner watches the run; cancel it, or start it again by its name.
     """
     if run is None:
-        rows = [_row(store, prefix) for prefix in run_prefixes(store) if not match or match in prefix]
+        rows = [_row(Run(store, prefix)) for prefix in run_prefixes(store) if not match or match in prefix]
         rows = [row for row in rows if not statuses_asked or row.status in statuses_asked]
         rows = [row for row in rows if since_s is None or (row.age_s is not None and row.age_s <= since_s)]
         is_filtered = bool(statuses_asked or match or since_s is not None)
@@ -119,13 +116,13 @@ def status(
         else:
             click.echo(f"no run of that kind in {store.url}" if is_filtered else f"no run in {store.url}")
         return
-    prefix, state = followed(store, run)
-    row = _described(store, prefix, state)
-    said = statuses(store, prefix, state.current) if state.current else []
-    waits = waits_of(store, prefix) if state.live is not None else ""
-    parameters = read_parameters(store, prefix, state.spec_hash)
+    found, state = followed(store, run)
+    row = _described(found, state)
+    said = statuses(found, state.current) if state.current else []
+    waits = found.lease.known().waits if state.live is not None else ""
+    parameters = found.parameters(state.spec_hash)
     if as_json:
-        body = {**run_report(state, now=store.now()), **row.to_dict()}
+        body = {**run_report(state, now=found.now()), **row.to_dict()}
         nodes = [json.loads(node.to_json()) for node in said if node is not None]
         click.echo(json.dumps({**body, "parameters": parameters, "nodes": nodes, "waits": waits}))
     else:
@@ -141,25 +138,25 @@ def _known_statuses(given: tuple[str, ...]) -> tuple[str, ...]:
     return asked
 
 
-def _row(store: Store, prefix: str) -> RunRow:
+def _row(run: Run) -> RunRow:
     """A run in a list: ``container``, or ``unreadable``, where nothing more is known."""
     try:
-        state = load_state(store, prefix)
-        if state.status == "none" and container_image(store, prefix) is not None:
-            return RunRow(prefix, "container")
-        return _described(store, prefix, state)
+        state = run.events.load()
+        if state.status == "none" and container_image(run) is not None:
+            return RunRow(run.prefix, "container")
+        return _described(run, state)
     except ProtocolError:
-        return RunRow(prefix, "unreadable")
+        return RunRow(run.prefix, "unreadable")
 
 
-def _described(store: Store, prefix: str, state: RunState) -> RunRow:
-    now = store.now()
-    owner = owner_of(store, prefix, state)
+def _described(run: Run, state: RunState) -> RunRow:
+    now = run.now()
+    owner = owner_of(run, state)
     is_over = state.status in ("succeeded", "failed", "stopped")
     began = state.begun_at
     bill = run_bill(state, now=now)
     return RunRow(
-        prefix,
+        run.prefix,
         shown_status(state, owner.presence),
         state,
         owner="-" if is_over else owner.name,
@@ -169,27 +166,26 @@ def _described(store: Store, prefix: str, state: RunState) -> RunRow:
     )
 
 
-def followed(store: Store, run: str) -> tuple[str, RunState]:
-    """Folder and state of a run that has an owner, and therefore events.
+def followed(store: Store, name: str) -> tuple[Run, RunState]:
+    """A run, and its state, that has an owner, and therefore events.
 
     Raises:
         SpecError: There is none of that name, or it ran in a container of this machine.
     """
-    prefix = find_run(store, run)
-    state = load_state(store, prefix)
-    image = container_image(store, prefix) if state.status == "none" else None
+    run = find_run(store, name)
+    state = run.events.load()
+    image = container_image(run) if state.status == "none" else None
     if image is not None:
         raise SpecError(
-            f"{prefix} ran in a container of {image}: the shell that ran it has its output and its end, and "
-            "Ctrl-C there stops it; the store keeps its lock.json alone"
+            f"{run.prefix} ran in a container of {image}: the shell that ran it has its output and its end, "
+            "and Ctrl-C there stops it; the store keeps its lock.json alone"
         )
-    return prefix, state
+    return run, state
 
 
-def statuses(store: Store, prefix: str, attempt: AttemptState) -> list[Status | None]:
+def statuses(run: Run, attempt: AttemptState) -> list[Status | None]:
     """What each node of an attempt last said."""
-    key = (attempt.generation, attempt.number)
-    return [read_status(store, prefix, attempt=key, node=node) for node in range(attempt.allocation.nodes)]
+    return [run.status(attempt.key, node) for node in range(attempt.allocation.nodes)]
 
 
 @click.command()
@@ -204,33 +200,32 @@ def statuses(store: Store, prefix: str, attempt: AttemptState) -> list[Status | 
 @store_option
 def logs(run: str, *, follow: bool, attempt: int | None, as_json: bool, store: Store) -> None:
     """Print the training's output of RUN; as JSON, one object per line."""
-    prefix, state = followed(store, run)
+    found, state = followed(store, run)
     begun = len(state.attempts_of(state.generation))
     if attempt is not None and attempt > begun and not follow:
-        raise SpecError(f"--attempt {attempt}: {prefix} has begun {begun} in its current generation")
+        raise SpecError(f"--attempt {attempt}: {found.prefix} has begun {begun} in its current generation")
     printed: dict[tuple[int, int, int], tuple[int, int]] = {}
     heard, seen = time.monotonic(), ""
     while True:
         is_over = state.status in ("succeeded", "failed", "stopped")
         for item in state.attempts_of(state.generation):
             if attempt is None or item.number == attempt:
-                _print_logs(store, prefix, item, printed, as_json=as_json)
+                _print_logs(found, item, printed, as_json=as_json)
         if not follow or is_over:
             return
         if seen != (seen := f"{state.number} {printed}"):
             heard = time.monotonic()
-        elif time.monotonic() - heard >= SILENT_S and owner_of(store, prefix, state).presence == "gone":
+        elif time.monotonic() - heard >= SILENT_S and owner_of(found, state).presence == "gone":
             raise BackendError(
-                f"{prefix}: no owner watches it and nothing was printed for {duration_text(SILENT_S)}; "
+                f"{found.prefix}: no owner watches it and nothing was printed for {duration_text(SILENT_S)}; "
                 "`envscaler cancel` stops it, another start by its name goes on with it"
             )
         time.sleep(POLL_S)
-        state = load_state(store, prefix)
+        state = found.events.load()
 
 
 def _print_logs(
-    store: Store,
-    prefix: str,
+    run: Run,
     attempt: AttemptState,
     printed: dict[tuple[int, int, int], tuple[int, int]],
     *,
@@ -240,7 +235,7 @@ def _print_logs(
         key = (attempt.generation, attempt.number, node)
         cursor = printed.get(key, (1, 0))
         while True:
-            data, after = read_logs(store, prefix, attempt=key[:2], node=node, cursor=cursor)
+            data, after = read_logs(run, attempt=key[:2], node=node, cursor=cursor)
             if not data:
                 break
             text = data.decode("utf-8", errors="replace")

@@ -16,10 +16,9 @@ from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import RunState
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import SHELL_DAG
-from envscaler_airflow.store.lease import LEASE, MAX_LEASE_BYTES, RENEW_EVERY_S, read_lease
-from envscaler_airflow.store.names import join
+from envscaler_airflow.store.lease import LEASE, MAX_LEASE_BYTES, RENEW_EVERY_S
+from envscaler_airflow.store.run import Run
 
 OWNER = "lease/owner.json"
 """Which process of which machine owns a run from a shell."""
@@ -48,8 +47,8 @@ class Ownership:
     is_by_age: bool = False
 
 
-def write_owner(store: Store, prefix: str, ti_id: str, backend: Backend) -> None:
-    """Say that this process owns the run at *prefix* as *ti_id*, on *backend*.
+def write_owner(run: Run, ti_id: str, backend: Backend) -> None:
+    """Say that this process owns *run* as *ti_id*, on *backend*.
 
     Raises:
         StoreError: The store cannot be written.
@@ -63,17 +62,22 @@ def write_owner(store: Store, prefix: str, ti_id: str, backend: Backend) -> None
         "process": None if process is None else process.to_dict(),
         "address": backend.address() if isinstance(backend, HasAddress) else {},
     }
-    store.write(join(prefix, OWNER), json.dumps(body).encode())
+    run.write(OWNER, json.dumps(body).encode())
 
 
-def address_of(store: Store, prefix: str) -> dict[str, Any]:
+def address_of(run: Run) -> dict[str, Any]:
     """Where the last shell that owned the run reached its backend; {} where that is not known.
 
     Raises:
         StoreError: The store cannot be read.
     """
-    found = (_written(store, prefix) or {}).get("address")
+    found = (_written(run) or {}).get("address")
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def is_of_shell(run: Run) -> bool:
+    """True for a run that was started without Airflow."""
+    return run.prefix.split("/")[1:2] == [SHELL_DAG]
 
 
 def _user() -> str:
@@ -82,7 +86,7 @@ def _user() -> str:
     return f"uid {os.getuid()}"
 
 
-def owner_of(store: Store, prefix: str, state: RunState) -> Ownership:
+def owner_of(run: Run, state: RunState) -> Ownership:
     """Who owns the run, and whether that process is there.
 
     On the machine of a shell that owns it, by its process; elsewhere by the age of the lease on the store's
@@ -91,19 +95,19 @@ def owner_of(store: Store, prefix: str, state: RunState) -> Ownership:
     Raises:
         StoreError: The store cannot be read.
     """
-    body = _written(store, prefix)
-    is_shell = prefix.split("/")[1:2] == [SHELL_DAG]
+    body = _written(run)
+    is_shell = is_of_shell(run)
     if is_shell and body is not None and (state.owner is None or body["ti_id"] == state.owner.ti_id):
-        return _of_shell(store, prefix, body)
+        return _of_shell(run, body)
     if state.owner is None:
         return Ownership("-", "gone" if body is None else "unknown", "no process has taken it")
     name = "a shell" if is_shell else f"Airflow, try {state.owner.try_number}"
-    return _by_lease(store, prefix, name)
+    return _by_lease(run, name)
 
 
-def _written(store: Store, prefix: str) -> dict[str, Any] | None:
+def _written(run: Run) -> dict[str, Any] | None:
     try:
-        text = store.read(join(prefix, OWNER), max_bytes=MAX_OWNER_BYTES)
+        text = run.read(OWNER, max_bytes=MAX_OWNER_BYTES)
         body = json.loads(text or b"null")
         if not isinstance(body, dict) or not isinstance(body.get("ti_id"), str):
             return None
@@ -113,41 +117,41 @@ def _written(store: Store, prefix: str) -> dict[str, Any] | None:
     return body
 
 
-def _of_shell(store: Store, prefix: str, body: dict[str, Any]) -> Ownership:
+def _of_shell(run: Run, body: dict[str, Any]) -> Ownership:
     machine = body.get("machine")
     there = Identity.from_dict(machine) if isinstance(machine, dict) else Identity("?")
     process, here = ProcessId.from_dict(body.get("process")), this_identity()
     name = f"{body.get('user', '?')}@{there.host}" + (f":{process.pid}" if process else "")
     if process is None or not here.is_same_host(there):
-        return _by_lease(store, prefix, name)
+        return _by_lease(run, name)
     if here.boot_id != there.boot_id:
         return Ownership(name, "gone", "the machine was restarted since")
     if here.pid_namespace != there.pid_namespace:
-        return _by_lease(store, prefix, name)
+        return _by_lease(run, name)
     if process.is_alive():
         return Ownership(name, "there", "the process runs")
     return Ownership(name, "gone", "the process has ended")
 
 
-def _by_lease(store: Store, prefix: str, name: str) -> Ownership:
+def _by_lease(run: Run, name: str) -> Ownership:
     try:
-        if read_lease(store, prefix) is None:
+        if run.lease.read() is None:
             return Ownership(name, "gone", "it has no lease")
     except ProtocolError:
         return Ownership(name, "unknown")
-    age_s = _age_s(store, join(prefix, LEASE))
+    age_s = _age_s(run)
     if age_s is None:
         return Ownership(name, "unknown")
     why = f"its lease was last renewed {duration_text(age_s)} ago"
     return Ownership(name, "gone" if age_s > SILENT_S else "there", why, is_by_age=True)
 
 
-def _age_s(store: Store, name: str) -> float | None:
-    """Seconds since *name* was written, by the store's clock; None where the store does not report dates."""
-    found = store.read_dated(name, max_bytes=MAX_LEASE_BYTES)
+def _age_s(run: Run) -> float | None:
+    """Seconds since the lease was renewed, by the store's clock; None if the store reports no dates."""
+    found = run.read_dated(LEASE, max_bytes=MAX_LEASE_BYTES)
     if found is None or found[1] is None:
         return None
-    return max(0.0, store.now() - found[1])
+    return max(0.0, run.now() - found[1])
 
 
 def shown_status(state: RunState, presence: Presence) -> str:

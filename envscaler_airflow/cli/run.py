@@ -11,7 +11,6 @@ from click.core import ParameterSource
 
 from envscaler_airflow.cli.common import (
     NOT_NEGATIVE,
-    load_state,
     not_empty,
     output_option,
     shell_backend,
@@ -32,6 +31,7 @@ from envscaler_airflow.store.base import Store, check_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.manifests import newest_manifest
 from envscaler_airflow.store.outputs import open_folder
+from envscaler_airflow.store.run import Run
 
 _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install_system")
 """Options without effect in a container, which is started and has no owner."""
@@ -110,8 +110,8 @@ def run(
     if not as_json:
         click.echo(f"run: {key.prefix}")
     voice = Voice(to_stderr=as_json)
-    actor = shell_actor(store, key.prefix)
-    own_and_tell(Foreground(store, key, stage, shell_backend(), voice, actor), as_json=as_json)
+    run = Run(store, key, snapshots=True)
+    own_and_tell(Foreground(run, stage, shell_backend(), voice, shell_actor(run)), as_json=as_json)
 
 
 def _check_container_options() -> None:
@@ -136,7 +136,7 @@ def _check_container_options() -> None:
 
 def _begins(store: Store, key: RunKey) -> bool:
     """True when the run has nothing of its own to go on from."""
-    return load_state(store, key.prefix).status in ("none", "succeeded")
+    return Run(store, key).events.load().status in ("none", "succeeded")
 
 
 def _check_origin(uri: str) -> None:

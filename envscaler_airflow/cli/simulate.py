@@ -223,14 +223,14 @@ def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Sto
     from envscaler_airflow.owner.policies import policies_of  # noqa: PLC0415  # entry points
     from envscaler_airflow.simulate.reports import replay_run  # noqa: PLC0415  # only here
 
-    prefix = find_run(store, run)
-    checks = [check for check, _ in read_decisions(store, prefix)]
+    found = find_run(store, run)
+    checks = [check for check, _ in read_decisions(found)]
     if not checks:
         raise SpecError(
             f"{run}: no scaling check is recorded, so there is nothing to replay; name a run whose DAG has a "
             "ScalingSensor for the stage"
         )
-    known = policies_of(store, prefix)
+    known = policies_of(found)
     if policy_name is not None and policy_name not in known:
         raise SpecError(f"--policy: got {policy_name!r}; known are {', '.join(sorted(known))}")
     foreign = sorted({check.policy.name for check in checks} - set(known))

@@ -24,6 +24,7 @@ from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, 
 from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.store.base import Store, check_store
+from envscaler_airflow.store.run import Run
 
 
 @click.command()
@@ -77,8 +78,9 @@ def submit(
     if not as_json:
         click.echo(f"run: {key.prefix}")
     backend.share_watch()  # one watch instead of a question each second
-    owner = Foreground(store, key, stage, backend, Voice(to_stderr=as_json), shell_actor(store, key.prefix))
-    own_and_tell(owner, as_json=as_json)
+    run = Run(store, key, snapshots=True)
+    voice = Voice(to_stderr=as_json)
+    own_and_tell(Foreground(run, stage, backend, voice, shell_actor(run)), as_json=as_json)
 
 
 def cluster_secret(reference: str) -> str:

@@ -15,7 +15,7 @@ from envscaler_airflow.hooks.settings import CONN_TYPE, StorePlace, store_place
 
 if TYPE_CHECKING:
     from envscaler_agent.protocol import Manifest
-    from envscaler_airflow.store import RunKey, Store
+    from envscaler_airflow.store import Run, RunKey, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +161,23 @@ class CheckpointHook(BaseHook):
                 there with their sizes; or the name is not that of a checkpoint.
             StoreError: The store cannot be written.
         """
-        from envscaler_airflow.store import EventLog, checkpoints  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.store import checkpoints  # noqa: PLC0415  (DAG files do without)
 
         prefix = checkpoints.checkpoint_prefix(name)
-        state = EventLog(self._store, key.prefix, snapshots=False).load()
+        run = self._run(key)
+        state = run.events.load()
         if state.status == "active":
             for newer in self._listed(key, state.generation):
                 if newer.name == name:
                     raise CheckpointError(f"{name} is kept: the newest good one of a run that goes on")
-                if checkpoints.looks_good(self._run(key), newer.name):
+                if checkpoints.looks_good(run, newer.name):
                     break
-        self._run(key).delete_tree(prefix)
+        run.delete_tree(prefix)
 
-    def _run(self, key: RunKey) -> Store:
-        from envscaler_airflow.store import for_run  # noqa: PLC0415  (DAG files do without)
+    def _run(self, key: RunKey) -> Run:
+        from envscaler_airflow.store import Run  # noqa: PLC0415  (DAG files do without)
 
-        return for_run(self._store, key.prefix)
+        return Run(self._store, key)
 
     def _listed(self, key: RunKey, generation: int | None) -> Iterator[Checkpoint]:
         from envscaler_airflow.store import checkpoints  # noqa: PLC0415  (DAG files do without)

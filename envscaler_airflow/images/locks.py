@@ -19,7 +19,7 @@ from envscaler_airflow.images.plain_files import read_plain
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.resolve import Resolution
 from envscaler_airflow.images.venv import python_version
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run import Run
 
 LOCK = "lock.json"
 """Name in a run's folder."""
@@ -89,35 +89,35 @@ class Lock:
             raise ProtocolError(f"{where} is no lock of an environment: {err!r}") from err
 
 
-def read_lock(text: str, store: Store | None = None, prefix: str | None = None) -> Lock:
-    """Read the lock in the file *text*, or of the run *prefix* of *store*.
+def read_lock(text: str, run: Run | None = None) -> Lock:
+    """Read the lock in the file *text*, or of *run*.
 
     Raises:
         SpecError: There is no lock.
         ProtocolError: The lock cannot be read.
     """
-    if prefix is None or store is None:
+    if run is None:
         try:
             return Lock.from_text(read_plain(Path(text), MAX_BYTES), text)
         except (OSError, UnicodeDecodeError) as err:
             raise SpecError(f"--locked {text}: cannot be read ({err}); name a run, or a lock.json") from err
-    data = store.read(f"{prefix}/{LOCK}", max_bytes=MAX_BYTES)
+    data = run.read(LOCK, max_bytes=MAX_BYTES)
     if data is None:
         raise SpecError(
-            f"--locked {text}: the run {prefix} has no {LOCK}: it ran in no environment of its own"
+            f"--locked {text}: the run {run.prefix} has no {LOCK}: it ran in no environment of its own"
         )
-    return Lock.from_text(data, store.uri(f"{prefix}/{LOCK}"))
+    return Lock.from_text(data, run.uri(LOCK))
 
 
-def container_image(store: Store, prefix: str) -> str | None:
+def container_image(run: Run) -> str | None:
     """Image of a run in a container of this machine, which stores a lock and no events; None for others.
 
     Raises:
         StoreError: The store cannot be read.
         ProtocolError: The lock cannot be read.
     """
-    data = store.read(f"{prefix}/{LOCK}", max_bytes=MAX_BYTES)
-    return None if data is None else Lock.from_text(data, store.uri(f"{prefix}/{LOCK}")).image
+    data = run.read(LOCK, max_bytes=MAX_BYTES)
+    return None if data is None else Lock.from_text(data, run.uri(LOCK)).image
 
 
 def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[EnvSpec, Requirements]:

@@ -1,4 +1,4 @@
-"""One execution of a task on a worker: the run's store, key, backend and owner."""
+"""One execution of a task on a worker: the run, its backend and its owner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from envscaler_airflow.owner.stage import (
 )
 from envscaler_airflow.run import Actor, AttemptState, Event, RunState
 from envscaler_airflow.run.narration import describe, totals
-from envscaler_airflow.store import EventLog, RunKey, Store, check_store
+from envscaler_airflow.store import Run, RunKey, check_store
 from envscaler_airflow.store.lease import (
     BEGIN,
     Cursor,
@@ -44,6 +44,7 @@ from envscaler_airflow.store.lease import (
     write_task_log,
 )
 from envscaler_airflow.store.logs import CLAIM_CHUNKS
+from envscaler_airflow.store.run import RESULT
 from envscaler_airflow.triggers.stage_trigger import settle_s
 from envscaler_airflow.triggers.tail import labelled, read_lines
 
@@ -69,9 +70,9 @@ class Transcript:
     The last one writes only what the trigger did not show, if the trigger's log stays readable.
     """
 
-    def __init__(self, store: Store, prefix: str, say: Say) -> None:
-        """Write the run at *prefix* through *say*, one line at a time."""
-        self._store, self._prefix, self._say = store, prefix, say
+    def __init__(self, run: Run, say: Say) -> None:
+        """Write what happened to *run* through *say*, one line at a time."""
+        self._run, self._say = run, say
         self._budget = LOG_BYTES
 
     def write(self, *, goes_on: bool) -> None:
@@ -85,10 +86,9 @@ class Transcript:
             self._say(f"the training's output cannot be read now, and follows later: {err}")
 
     def _write(self, *, goes_on: bool) -> None:
-        log = read_task_log(self._store, self._prefix)
-        events = EventLog(self._store, self._prefix, snapshots=False)
-        state = events.load()
-        new = events.read(after=log.event) if log.event <= state.number else []
+        log = read_task_log(self._run)
+        state = self._run.events.load()
+        new = self._run.events.read(after=log.event) if log.event <= state.number else []
         cursors = dict(log.kept if goes_on or not _outlives(log.host) else {**log.kept, **log.shown})
         for event in new:
             self._before(event, state, cursors, log)
@@ -100,7 +100,7 @@ class Transcript:
             self._output(attempt, cursors, log)
         kept = _of(newest, cursors)
         done = TaskLog(shown=kept, kept=kept, host=log.host, event=max(log.event, state.number))
-        write_task_log(self._store, self._prefix, done)
+        write_task_log(self._run, done)
         if not goes_on and state.status in ("succeeded", "failed", "stopped"):
             for line in self._totals():
                 self._say(line)
@@ -111,18 +111,17 @@ class Transcript:
             return
         key = (event.body.get("generation"), event.body.get("attempt"))
         for attempt in state.attempts:
-            if (attempt.generation, attempt.number) == key:
+            if attempt.key == key:
                 self._output(attempt, cursors, log)
 
     def _output(self, attempt: AttemptState, cursors: dict[str, Cursor], log: TaskLog) -> None:
         nodes = attempt.allocation.nodes
         for node in range(nodes):
-            key = log_key((attempt.generation, attempt.number), node)
+            key = log_key(attempt.key, node)
             cursor = self._skipped(node, cursors.get(key, BEGIN), log.shown.get(key, BEGIN))
             found, cursors[key], used = read_lines(
-                self._store,
-                self._prefix,
-                attempt=(attempt.generation, attempt.number),
+                self._run,
+                attempt=attempt.key,
                 node=node,
                 cursor=cursor,
                 budget=max(0, self._budget),
@@ -143,7 +142,7 @@ class Transcript:
         return first, 0
 
     def _totals(self) -> list[str]:
-        text = self._store.read(f"{self._prefix}/result.json", max_bytes=MAX_RESULT_BYTES)
+        text = self._run.read(RESULT, max_bytes=MAX_RESULT_BYTES)
         try:
             body = json.loads(text or b"{}")
             return [f"cost: {line}" for line in totals(body["report"]["bill"])]
@@ -153,11 +152,7 @@ class Transcript:
 
 def _of(attempts: Iterable[AttemptState], cursors: Mapping[str, Cursor]) -> dict[str, Cursor]:
     """Return the part of *cursors* that is of *attempts*: no execution writes an older one again."""
-    keys = [
-        log_key((attempt.generation, attempt.number), node)
-        for attempt in attempts
-        for node in range(attempt.allocation.nodes)
-    ]
+    keys = [log_key(attempt.key, node) for attempt in attempts for node in range(attempt.allocation.nodes)]
     return {key: cursors[key] for key in keys if key in cursors}
 
 
@@ -184,8 +179,7 @@ _METASTORE = "airflow.state.metastore.MetastoreBackend"
 class Slice:
     """What one execution works with."""
 
-    store: Store
-    key: RunKey
+    run: Run
     backend: Backend
     actor: Actor
 
@@ -204,26 +198,16 @@ class Slice:
         place = store_place(store_url, store_conn_id)
         store = place.open()
         key = run_key(context, place.deployment(store))
-        return cls(store, key, open_backend(compute), actor)
-
-    @property
-    def prefix(self) -> str:
-        """The run's folder in the store."""
-        return self.key.prefix
-
-    @property
-    def run_url(self) -> str:
-        """The same folder, as a URL for users."""
-        return self.store.uri(self.prefix)
+        return cls(Run(store, key, snapshots=True), open_backend(compute), actor)
 
     def begun(self) -> Mapping[str, Any]:
         """Return what the generation was begun with. Raises StoreError."""
-        return EventLog(self.store, self.prefix).load().begun
+        return self.run.events.load().begun
 
     def state(self) -> RunState | None:
         """Return the fold of the run's events; None if the store does not answer."""
         try:
-            return EventLog(self.store, self.prefix, snapshots=False).load()
+            return self.run.events.load()
         except (StoreError, ProtocolError):
             return None
 
@@ -234,10 +218,10 @@ class Slice:
             try:
                 controller.check_newest()
             except StoreError:  # the check creates a folder that no run has written to; no try owns it
-                check_store(self.store, self.prefix)
+                check_store(self.run)
                 controller.check_newest()
             else:
-                check_store(self.store, self.prefix)
+                check_store(self.run)
             return controller.enter()
         return controller.resume(Wake.from_dict(event))
 
@@ -247,7 +231,7 @@ class Slice:
 
     def write_log(self, say: Callable[..., object], *, goes_on: bool) -> None:
         """Write what the task's log lacks of the run; *goes_on*: the task defers again."""
-        Transcript(self.store, self.prefix, lambda line: say("%s", line)).write(goes_on=goes_on)
+        Transcript(self.run, lambda line: say("%s", line)).write(goes_on=goes_on)
 
     def accept_delivery(self) -> str | None:
         """Record that Airflow accepted the result; returns why it is not recorded, None if it is.
@@ -257,18 +241,18 @@ class Slice:
         Raises:
             StoreError, ProtocolError: The store does not answer; a clear then delivers the result again.
         """
-        key = self.key
+        key = self.run.key()
         try:
             state = task_state(key.dag_id, key.run_id, key.task_id, key.map_index)
         except (AirflowRuntimeError, OSError):
             state = "success"  # no answer: trust the callback
         if state != "success":
             return f"Airflow has the task as {state}"
-        is_recorded = accept_delivery(self.store, self.prefix, self.actor)
+        is_recorded = accept_delivery(self.run, self.actor)
         return None if is_recorded else "a newer try owns the run"
 
     def _controller(self, stage: Stage) -> Controller:
-        return Controller(store=self.store, key=self.key, backend=self.backend, actor=self.actor, stage=stage)
+        return Controller(run=self.run, backend=self.backend, actor=self.actor, stage=stage)
 
 
 def life_of(context: Context) -> str | None:
@@ -323,7 +307,7 @@ def postponed(
         found = watched_now(state, part.actor)
         if found is None:
             return None
-        known, prefix = found, part.prefix
+        known, prefix = found, part.run.prefix
     else:
         return None  # no attempt was begun, as far as is known: an ordinary retry
     wake = Wake() if event is None else Wake.from_dict(event)

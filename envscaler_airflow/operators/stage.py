@@ -260,7 +260,7 @@ class EnvStageOperator(_OnCluster):
         part = Slice.open(
             context, compute=self.compute_place, store_url=self.store_url, store_conn_id=self.store_conn_id
         )
-        self.run_url = part.run_url
+        self.run_url = part.run.url
         return part
 
     def _stage(self, context: Context, part: Slice, *, is_entry: bool) -> Stage:
@@ -270,7 +270,7 @@ class EnvStageOperator(_OnCluster):
 
     def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
         self.log.info("deferred: %s", waiting.reason)
-        self._watch(context, part.prefix, waiting.watching.to_dict())
+        self._watch(context, part.run.prefix, waiting.watching.to_dict())
 
     def _watch(self, context: Context, prefix: str, watching: Mapping[str, Any]) -> NoReturn:
         from envscaler_airflow.triggers.stage_trigger import StageTrigger  # noqa: PLC0415  (DAG files do without)

@@ -58,6 +58,7 @@ from envscaler_airflow.run import (
 )
 from envscaler_airflow.store.claims import creates_exclusively
 from envscaler_airflow.store.outputs import output_prefix
+from envscaler_airflow.store.run import RESULT
 from envscaler_airflow.store.stockouts import forget
 
 log = logging.getLogger(__name__)
@@ -80,18 +81,18 @@ class Controller(Intending):
         """
         if self._stage.spec is None:
             raise RuntimeError("execute needs the spec")
-        state = self._log.load()
+        state = self._run.events.load()
         self._check_newest(state)
-        frozen = freeze.freeze(self._stage.spec, self._store)
+        frozen = freeze.freeze(self._stage.spec, self._run.store)
         try:
             state = self._entered(state, frozen)
         finally:
             frozen.discard()
-        return self._run(state, Wake("entry"))
+        return self._advance(state, Wake("entry"))
 
     def _entered(self, state: RunState, frozen: freeze.Frozen) -> RunState:
         """Return the state in which this try is the owner, after checking events that others appended."""
-        state = fold(self._log.read(after=state.number), state)  # packing a workdir takes time
+        state = fold(self._run.events.read(after=state.number), state)  # packing a workdir takes time
         while not self._is_ours(state):
             state = self._entry(state, frozen)
         return state
@@ -103,27 +104,27 @@ class Controller(Intending):
             SupersededError: A newer try of this DAG run, or a later DAG run of the same name, owns it.
             StoreError: The store cannot be read.
         """
-        self._check_newest(self._log.load())
+        self._check_newest(self._run.events.load())
 
     def _check_newest(self, state: RunState) -> None:
         entry = enter(state, self._actor)
         if entry.kind == "superseded":
-            raise SupersededError(f"run {self._prefix}: {entry.reason}; it does nothing")
+            raise SupersededError(f"run {self._run.prefix}: {entry.reason}; it does nothing")
 
     def _entry(self, state: RunState, frozen: freeze.Frozen) -> RunState:
         self._check_newest(state)
         fresh = self._stage.restart == "fresh"
         entry = enter(state, self._actor, spec_hash=frozen.spec_hash, fresh=fresh)
-        log.debug("run=%s entry=%s reason=%r", self._prefix, entry.kind, entry.reason)
+        log.debug("run=%s entry=%s reason=%r", self._run.prefix, entry.kind, entry.reason)
         if entry.kind == "begin":
-            freeze.write(self._store, self._key, frozen)
+            freeze.write(self._run, frozen)
             return self._append(state, "generation", self._generation_body(state, frozen, entry.reason))
-        spent = facts.spent_usd(state, self._backend, now=self._clock())
+        spent = facts.spent_usd(state, self._backend, now=self._run.now())
         if (fault := choose.budget_fault(self._stage, spent)) is not None:
             log.warning("%s", fault)
         body: dict[str, Any] = {"reason": entry.reason, "spec_hash": state.spec_hash}
         if entry.respec:
-            freeze.write(self._store, self._key, frozen)
+            freeze.write(self._run, frozen)
             body["spec_hash"] = frozen.spec_hash
         elif frozen.spec_hash != state.spec_hash:
             self._say_how_spec_differs(state, frozen)
@@ -136,7 +137,7 @@ class Controller(Intending):
 
     def _say_how_spec_differs(self, state: RunState, frozen: freeze.Frozen) -> None:
         try:
-            where = freeze.differences(self._store, self._prefix, state.spec_hash, frozen)
+            where = freeze.differences(self._run, state.spec_hash, frozen)
         except ProtocolError as err:
             where = str(err)
         log.warning(
@@ -146,9 +147,9 @@ class Controller(Intending):
 
     def resume(self, wake: Wake) -> Waiting | Delivered:
         """Run what every later execution does. Raises as :meth:`enter`."""
-        log.debug("run=%s wake=%s detail=%r", self._prefix, wake.kind, wake.detail)
-        state = self._log.load()
-        result = self._run(state, wake)
+        log.debug("run=%s wake=%s detail=%r", self._run.prefix, wake.kind, wake.detail)
+        state = self._run.events.load()
+        result = self._advance(state, wake)
         if isinstance(result, Waiting) and result.watching.number == state.number:  # the owner took no action
             return replace(result, watching=replace(result.watching, answered=tuple(wake.seen)))
         return result
@@ -159,18 +160,18 @@ class Controller(Intending):
         The request is written to the events first. It then counts even if the attempt ends meanwhile, and
         also when no attempt is live.
         """
-        self._check_owner(state := self._log.load())
+        self._check_owner(state := self._run.events.load())
         if state.status != "active":
             return
         if not any(item.body.get("why") == "timeout" for item in state.pending):
             body = {"reason": reason, "by": f"ti {self._actor.ti_id}", "why": "timeout"}
-            self._log.append_request("stop-requested", body, actor=None)
-        self._check_owner(state := self._log.load())
+            self._run.events.append_request("stop-requested", body, actor=None)
+        self._check_owner(state := self._run.events.load())
         stop = next((item for item in state.pending if item.body.get("why") == "timeout"), None)
         if stop is not None and state.live is not None and state.live.phase == "started":
             self._stop(state, Action("stop", why="timeout", reason=reason, request=stop))
 
-    def _run(self, state: RunState, wake: Wake) -> Waiting | Delivered:
+    def _advance(self, state: RunState, wake: Wake) -> Waiting | Delivered:
         self._tried.clear()
         self._holding.clear()
         if state.begun_at is not None:
@@ -184,7 +185,11 @@ class Controller(Intending):
                     return waiting
             action = next_action(state, self._facts(state, wake))
             log.debug(
-                "run=%s event=%d action=%s reason=%r", self._prefix, state.number, action.kind, action.reason
+                "run=%s event=%d action=%s reason=%r",
+                self._run.prefix,
+                state.number,
+                action.kind,
+                action.reason,
             )
             result = self._act(state, action)
             if isinstance(result, Waiting | Delivered):
@@ -210,7 +215,7 @@ class Controller(Intending):
         is_full = live is None and last is not None and outcome_of(last.outcome).recovery == "more-memory"
         return Facts(
             observed=observed,
-            spent_usd=facts.spent_usd(state, self._backend, now=self._clock()),
+            spent_usd=facts.spent_usd(state, self._backend, now=self._run.now()),
             budget_usd=self._stage.budget_usd,
             reserve_usd=self._reserve_usd(state, observed, wake),
             backoff_is_over=wake.kind in ("backoff", "entry"),
@@ -234,7 +239,7 @@ class Controller(Intending):
 
     def _observed(self, live: AttemptState, wake: Wake) -> Observed | None:
         ages: dict[str, Any] = {"silent_s": wake.silent_s, "quiet_s": wake.quiet_s}
-        return facts.observe(self._store, self._prefix, self._backend, live, **ages)
+        return facts.observe(self._run, self._backend, live, **ages)
 
     def _mend(self, live: AttemptState, observed: Observed, wake: Wake) -> bool:
         """Return True if the backend is recreating lost nodes of a live attempt; False if it cannot."""
@@ -271,10 +276,10 @@ class Controller(Intending):
         sizes = in_place_change.sizes_after(spec, begun[0].begun_on if begun else None, allocation)
         known = [one for one in (action.memory_bytes, sizes.memory_bytes) if one is not None]
         memory = max(known, default=None)  # what the last attempt needed, even beyond the spec's limit
-        every_s = losses.checkpoint_every_s(spec, state, allocation, now=self._clock())
+        every_s = losses.checkpoint_every_s(spec, state, allocation, now=self._run.now())
         found = {"memory_bytes": memory, "vcpus": sizes.vcpus, "checkpoint_every_s": every_s}
         if every_s is not None:
-            found["losses_per_hour"] = losses.losses_per_hour(state, now=self._clock())
+            found["losses_per_hour"] = losses.losses_per_hour(state, now=self._run.now())
         body |= {name: value for name, value in found.items() if value is not None}
         return self._append(state, "attempt-intended", body)
 
@@ -285,18 +290,19 @@ class Controller(Intending):
             SpecError: The store has no exclusive create.
         """
         is_replacing = isinstance(self._backend, MendsNodes)
-        if (allocation.nodes > 1 or is_replacing) and not creates_exclusively(self._store):
+        if (allocation.nodes > 1 or is_replacing) and not creates_exclusively(self._run.store):
             what = f"{allocation.nodes} nodes" + (
                 f" that {self._backend.name} replaces" if is_replacing else ""
             )
             raise SpecError(
-                f"store {self._store.url}: two writers can both create one name there, so a stage on {what} "
-                "is not safe; use s3://, gs://, abfs:// or a shared folder, or one node on another backend"
+                f"store {self._run.store.url}: two writers can both create one name there, so a stage on "
+                f"{what} is not safe; use s3://, gs://, abfs:// or a shared folder, or one node on another "
+                "backend"
             )
 
     def _allocation(self, state: RunState, action: Action) -> Allocation:
         """Return the target unless it has too little memory now; without a target, the planner's choice."""
-        target, memory, now = action.target, action.memory_bytes, self._clock()
+        target, memory, now = action.target, action.memory_bytes, self._run.now()
         spent = facts.spent_usd(state, self._backend, now=now)
         if (fault := choose.budget_fault(self._stage, spent)) is not None:
             raise BudgetError(fault)
@@ -304,7 +310,7 @@ class Controller(Intending):
             return target
         spec, offers = self._spec(state), self._backend.offers()
         goal = choose.goal_of(state, self._stage, spent_usd=spent, now=now)
-        sold_out = choose.sold_out_offers(self._store, offers, now=now)
+        sold_out = choose.sold_out_offers(self._run.store, offers, now=now)
         how: dict[str, Any] = {"memory_bytes": memory, "is_mixed": isinstance(self._backend, RunsMixed)}
         made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
         if made.chosen is None and isinstance(self._backend, OffersLater):
@@ -313,13 +319,13 @@ class Controller(Intending):
         for warning in () if state.attempts else choose.warnings_of(spec, offers):
             log.warning("%s", warning)
         self._check_still_owner(state)
-        choose.write_plan(self._store, self._prefix, made, spec, offers, **how)
+        choose.write_plan(self._run, made, spec, offers, **how)
         return made.pick()
 
     def _was_had(self, live: AttemptState) -> None:
         """Forget stockouts recorded for the offers of *live*: they were available."""
         for part in live.allocation.parts:
-            forget(self._store, part.offer)
+            forget(self._run.store, part.offer)
 
     def _end(self, state: RunState, action: Action) -> _Result:
         live, end = live_of(state), action.end
@@ -330,11 +336,11 @@ class Controller(Intending):
             "generation": live.generation,
             "attempt": live.number,
             **end.to_dict(),
-            **report.measured(self._store, self._prefix, live),
+            **report.measured(self._run, live),
         }
         has_run = len(end.never_came) < live.allocation.nodes
-        if has_run and facts.is_missing(usage, live, now=self._clock()):
-            usage = facts.least_usage(self._store, self._prefix, live)
+        if has_run and facts.is_missing(usage, live, now=self._run.now()):
+            usage = facts.least_usage(self._run, live)
             body |= {"usage_is_least": True} if usage is not None else {}
         if end.outputs is not None:
             body["outputs"] = self._own_outputs(state, live, end.outputs, claim=end.claim or 0)
@@ -349,7 +355,7 @@ class Controller(Intending):
             body["usage"] = [[item.node, item.start, item.end] for item in usage]
             reported = [item.now for item in usage if item.end is None and item.now is not None]
             body |= {"usage_at": max(reported)} if reported else {}
-        usd = facts.usd_of(live, usage, now=self._clock())
+        usd = facts.usd_of(live, usage, now=self._run.now())
         if usd is not None:
             body["usd"] = usd
         return self._append(state, "attempt-ended", body)
@@ -359,9 +365,8 @@ class Controller(Intending):
     ) -> dict[str, str]:
         """Where this run stores each reported output; URIs from the training's side are not trusted."""
         names = self._spec(state).outputs.keys() & said.keys()
-        key = (live.generation, live.number)
-        folders = {name: output_prefix(name, attempt=key, claim=claim) for name in sorted(names)}
-        return {name: self._store.uri(f"{self._prefix}/{folder}") for name, folder in folders.items()}
+        folders = {name: output_prefix(name, attempt=live.key, claim=claim) for name in sorted(names)}
+        return {name: self._run.uri(folder) for name, folder in folders.items()}
 
     def _stop(self, state: RunState, action: Action) -> _Result:
         body = self._stop_body(state, action, align="now" if action.why == "stop" else "step")
@@ -382,9 +387,7 @@ class Controller(Intending):
         if action.request is None:
             raise RuntimeError("nothing to judge")
         live, spec = live_of(state), self._spec(state)
-        verdict = validate_move.judge(
-            self._store, self._prefix, state, spec, self._backend, action.request, clock=self._clock
-        )
+        verdict = validate_move.judge(self._run, state, spec, self._backend, action.request)
         body = {"request": action.request.number, "reason": verdict.reason, "numbers": verdict.numbers}
         if verdict.target is None:
             return self._append(state, "move-refused", body)
@@ -434,13 +437,13 @@ class Controller(Intending):
             body = {"generation": state.generation, "reason": action.reason, "failure": action.failure}
             return self._append(state, "failed", body)
         message = report.failure_message(state)
-        self._write_result(state, report.run_report(state, now=self._clock()))
+        self._write_result(state, report.run_report(state, now=self._run.now()))
         raise BudgetError(message) if state.failure == "budget" else RunFailedError(message)
 
     def _halt(self, state: RunState, action: Action) -> _Result:
         if state.status != "stopped":
             return self._append(state, "stopped", {"generation": state.generation, "reason": action.reason})
-        self._write_result(state, report.run_report(state, now=self._clock()))
+        self._write_result(state, report.run_report(state, now=self._run.now()))
         again = (
             "clear the task, or start the run again by its name, to take it up "
             "(a clear while a worker ran the task may count as a retry: clear it once more)"
@@ -452,12 +455,12 @@ class Controller(Intending):
         after = self._append(state, "delivered", {"generation": state.generation})
         if after.number == state.number or self._actor not in after.delivered:
             return after
-        body = report.run_report(after, now=self._clock())
+        body = report.run_report(after, now=self._run.now())
         self._write_result(after, body)
         return Delivered(dict(after.outputs), body)
 
     def _mismatch(self, state: RunState, action: Action) -> _Result:
-        raise ProtocolError(f"run {self._prefix}, event {state.number}: {action.reason}")
+        raise ProtocolError(f"run {self._run.prefix}, event {state.number}: {action.reason}")
 
     def _write_result(self, state: RunState, body: Mapping[str, Any]) -> None:
         whole = {
@@ -469,10 +472,10 @@ class Controller(Intending):
             "report": body,
         }
         self._check_still_owner(state)
-        self._store.write(f"{self._prefix}/result.json", json.dumps(whole, indent=1).encode())
+        self._run.write(RESULT, json.dumps(whole, indent=1).encode())
 
     def _generation_body(self, state: RunState, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
-        now = self._clock()
+        now = self._run.now()
         self._stage.check_deadline(now)
         stage = self._stage.since(now)
         body = {

@@ -35,6 +35,7 @@ from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling.from_spec import speedup_warning
 from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run import PLAN, Run
 from envscaler_airflow.store.stockouts import stockouts
 
 
@@ -168,8 +169,7 @@ def refused_offers(state: RunState) -> frozenset[str]:
 
 
 def write_plan(
-    store: Store,
-    prefix: str,
+    run: Run,
     made: Plan,
     spec: EnvSpec,
     offers: Iterable[Offer],
@@ -184,7 +184,7 @@ def write_plan(
     )
     targets = [item.to_dict() for item in found]
     body = {"schema": SCHEMA, **made.to_dict(), "targets": targets}
-    store.write(f"{prefix}/plan.json", json.dumps(body, indent=1).encode())
+    run.write(PLAN, json.dumps(body, indent=1).encode())
 
 
 def memory_limit_bytes(spec: EnvSpec, last: AttemptState | None) -> int | None:

@@ -13,7 +13,6 @@ from envscaler_airflow.errors import BackendError, BudgetError, ProtocolError, R
 from envscaler_airflow.owner.act import Controller
 from envscaler_airflow.owner.facts import spent_usd
 from envscaler_airflow.owner.foreground import Holder
-from envscaler_airflow.owner.freeze import key_of
 from envscaler_airflow.owner.request import owns
 from envscaler_airflow.owner.stage import (
     Delivered,
@@ -24,8 +23,7 @@ from envscaler_airflow.owner.stage import (
 )
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.run import Action, Actor, RunState, outcome_of
-from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +47,7 @@ def _not(seconds: float) -> NoReturn:
 
 
 def close(
-    store: Store,
-    prefix: str,
+    run: Run,
     backend: Backend,
     *,
     ti_id: str,
@@ -67,22 +64,22 @@ def close(
         StoreError, BackendError: No answer for an hour.
         ProtocolError: The run's events cannot be read.
     """
-    events = EventLog(store, prefix, snapshots=False)
-    actor = _asked(events, ti_id, try_number)
+    actor = _asked(run, ti_id, try_number)
     if actor is None:
-        return events.load()
+        return run.events.load()
     stage = Stage(spec=None, spec_source="")
-    closer = _Closer(store=store, key=key_of(store, prefix), backend=backend, actor=actor, stage=stage)
-    holder = Holder(closer, store, prefix, backend, actor, sleep=time.sleep if waits else _not)
+    run.key()  # a run without a readable key is not closed
+    closer = _Closer(run=run, backend=backend, actor=actor, stage=stage)
+    holder = Holder(closer, run, backend, actor, sleep=time.sleep if waits else _not)
     with suppress(_Over, StoppedError, RunFailedError, BudgetError, SupersededError):
         holder.go_on()
-    return events.load()
+    return run.events.load()
 
 
-def _asked(events: EventLog, ti_id: str, try_number: int | None) -> Actor | None:
+def _asked(run: Run, ti_id: str, try_number: int | None) -> Actor | None:
     """Return the owner if a stop of its run is requested; None without one, or if another owns the run."""
     while True:
-        state = events.load()
+        state = run.events.load()
         owner = state.owner
         if not owns(owner, ti_id, try_number) or state.status != "active" or state.unknown:
             return None
@@ -91,23 +88,21 @@ def _asked(events: EventLog, ti_id: str, try_number: int | None) -> Actor | None
         if any(request.type == "stop-requested" for request in state.pending):
             return owner
         body = {"reason": "its task is over", "by": f"ti {ti_id}"}
-        if events.append(state.number, "stop-requested", body, actor=None) is not None:
+        if run.events.append(state.number, "stop-requested", body, actor=None) is not None:
             return owner
 
 
-def close_behind(
-    store: Store, prefix: str, backend: Backend, *, ti_id: str, try_number: int | None = None
-) -> None:
+def close_behind(run: Run, backend: Backend, *, ti_id: str, try_number: int | None = None) -> None:
     """Run :func:`close` in a background thread that ends with this process; ``reap`` does the rest later."""
 
     def follow() -> None:
         try:
-            state = close(store, prefix, backend, ti_id=ti_id, try_number=try_number)
+            state = close(run, backend, ti_id=ti_id, try_number=try_number)
         except (BackendError, ProtocolError) as err:
-            log.warning("run=%s its end is not recorded: %s; `envscaler reap` does it", prefix, err)
+            log.warning("run=%s its end is not recorded: %s; `envscaler reap` does it", run.prefix, err)
             return
-        usd = spent_usd(state, backend, now=store.now())
+        usd = spent_usd(state, backend, now=run.now())
         cost = "unknown" if usd is None else usd_text(usd)
-        log.info("run=%s %s after its task was ended; cost %s", prefix, state.status, cost)
+        log.info("run=%s %s after its task was ended; cost %s", run.prefix, state.status, cost)
 
-    threading.Thread(target=follow, name=f"envscaler-close-{prefix}", daemon=True).start()
+    threading.Thread(target=follow, name=f"envscaler-close-{run.prefix}", daemon=True).start()

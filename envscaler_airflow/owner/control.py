@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from envscaler_agent import protocol
 from envscaler_agent.protocol import Control, Progress
 from envscaler_airflow.backends.base import Handle, MarksNodes
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner import in_place_change, limits
 from envscaler_airflow.owner.in_place_change import Leaving, who_leaves
 from envscaler_airflow.owner.ownership import Owner, live_of
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.owner.stage import Waiting, Watching
 from envscaler_airflow.owner.usage import spans_of
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.run import Action, AttemptState, RunState
-from envscaler_airflow.store.checkpoints import read_control
 
 RELEASE_AGAIN_S = 600.0
 """Between two tries to release an ended attempt while the next one runs, seconds. Chosen: some seconds of
@@ -31,7 +28,7 @@ class Asking(Owner):
 
     def _stop_body(self, state: RunState, action: Action, *, align: str) -> dict[str, Any]:
         live = live_of(state)
-        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        said = self._run.status(live.key)
         if said is not None and action.why == "stalled":
             said = replace(said, progress=Progress())  # no further step is expected of it
         return {
@@ -46,8 +43,7 @@ class Asking(Owner):
     def _ask_to_go(self, state: RunState) -> RunState:
         """Write the control of a stopping attempt; every execution repeats it until the attempt has ended."""
         live, spec = live_of(state), self._spec(state)
-        name = protocol.control_name(live.generation, live.number)
-        before = read_control(self._store, f"{self._prefix}/{name}")
+        before = self._run.control(live.key)
         control = Control(
             sequence=live.stop_number,
             action="stop" if live.stop_why == "stalled" else "leave",
@@ -60,7 +56,7 @@ class Asking(Owner):
             orphan_after_s=self._spec(state).failure.orphan_after_s,
         )
         self._check_still_owner(state)
-        self._store.write(f"{self._prefix}/{name}", control.to_json())
+        self._run.write_control(live.key, control)
         return state
 
     def _leaving(self, live: AttemptState, target: Allocation) -> tuple[Leaving, ...]:
@@ -68,9 +64,9 @@ class Asking(Owner):
         fewer = live.allocation.nodes - target.nodes
         if fewer <= 0:
             return ()
-        key, step_s = (live.generation, live.number), {}
+        step_s = {}
         for node in range(live.allocation.nodes):
-            said = read_status(self._store, self._prefix, attempt=key, node=node)
+            said = self._run.status(live.key, node)
             if said is not None and said.progress.step_time_s is not None:
                 step_s[node] = said.progress.step_time_s
         return who_leaves(live.allocation, fewer, removable=self._marked(live), step_s=step_s)
@@ -80,7 +76,7 @@ class Asking(Owner):
 
         A Session reports the seconds of its saves, even before the first.
         """
-        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        said = self._run.status(live.key)
         return said is not None and said.progress.save_s is not None
 
     def _marked(self, live: AttemptState) -> frozenset[int]:
@@ -113,7 +109,7 @@ class Asking(Owner):
         body = {"generation": live.generation, "attempt": live.number, "kind": change.kind, "reason": reason}
         if got.state == "undone":
             return self._append(state, "change-undone", body)
-        said = read_status(self._store, self._prefix, attempt=(live.generation, live.number), node=0)
+        said = self._run.status(live.key)
         step = said.progress.step if said is not None else None
         body |= {"target": change.target.to_dict(), **got.found} | ({} if step is None else {"step": step})
         return self._append(state, "changed", body)

@@ -9,19 +9,17 @@ from itertools import pairwise
 from envscaler_agent.protocol import MAX_JSON_BYTES, claim_name, status_name
 from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.owner.run_watch import read_status, unless_heard
+from envscaler_airflow.owner.run_watch import unless_heard
 from envscaler_airflow.owner.usage import billed_usd, cost_usd, spans_of, with_removed
 from envscaler_airflow.run import AttemptState, NodeStatus, Observed, RunState
-from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.names import join
+from envscaler_airflow.store.run import Run
 
 SOON_S = 60.0
 """A shorter attempt may be billed zero seconds, since billed times are in full seconds. Chosen."""
 
 
 def observe(
-    store: Store,
-    prefix: str,
+    run: Run,
     backend: Backend,
     attempt: AttemptState,
     *,
@@ -38,14 +36,13 @@ def observe(
         seen: AttemptStatus | None = unless_heard(backend.observe(Handle.from_dict(attempt.handle)), quiet_s)
     except BackendError:
         seen = None
-    key = (attempt.generation, attempt.number)
     known = {node.node: node for node in seen.nodes} if seen else {}
     nodes = []
     # If a drain cancelled a change in place, the nodes of that change must end too.
     more = [] if attempt.change is not None else [one for one in known if one >= attempt.allocation.nodes]
     for index in (*range(attempt.allocation.nodes), *sorted(more)):
         node = known.get(index) or NodeStatus(index, "unknown")
-        nodes.append(replace(node, status=read_status(store, prefix, attempt=key, node=index)))
+        nodes.append(replace(node, status=run.status(attempt.key, index)))
     return Observed(tuple(nodes), silent_s=silent_s)
 
 
@@ -77,19 +74,17 @@ def is_missing(usage: tuple[UsageInterval, ...] | None, attempt: AttemptState, *
     return is_none and attempt.started_at is not None and now - attempt.started_at > SOON_S
 
 
-def least_usage(store: Store, prefix: str, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
+def least_usage(run: Run, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
     """Least time that each pod ran: from its claim to its last status, by the store's dates; None for none.
 
     Raises:
         StoreError: The store cannot be read.
     """
-    found, key = [], (attempt.generation, attempt.number)
+    found = []
     for node in range(max(attempt.allocation.nodes, *(one.allocation.nodes for one in attempt.earlier), 0)):
         claim = 1
-        while claimed := store.read_dated(
-            join(prefix, claim_name(*key, node, claim)), max_bytes=MAX_JSON_BYTES
-        ):
-            said = store.read_dated(join(prefix, status_name(*key, node, claim)), max_bytes=MAX_JSON_BYTES)
+        while claimed := run.read_dated(claim_name(*attempt.key, node, claim), max_bytes=MAX_JSON_BYTES):
+            said = run.read_dated(status_name(*attempt.key, node, claim), max_bytes=MAX_JSON_BYTES)
             if claimed[1] is not None and said is not None and said[1] is not None:
                 found.append(UsageInterval(node, claimed[1], max(claimed[1], said[1])))
             claim += 1

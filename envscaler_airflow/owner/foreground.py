@@ -15,9 +15,8 @@ from envscaler_airflow.owner.request import accept_delivery
 from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.run import Actor, RunState
-from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.lease import RENEW_EVERY_S, renew_lease
+from envscaler_airflow.store.lease import RENEW_EVERY_S
+from envscaler_airflow.store.run import Run
 
 POLL_S = 2.0
 """How often a waiting process polls, seconds. Chosen: a person who waits notices no delay."""
@@ -32,7 +31,7 @@ class Holder:
 
     Attributes:
         controller: Acts.
-        store, prefix, backend, actor: Of the run, for watching and the lease.
+        run, backend, actor: For watching and the lease.
         on_wait: Called with the reason for the wait whenever it changes.
         on_look: Called at every poll with the watch, to show logs and progress.
         on_trouble: Called with each error of the store while it waits.
@@ -40,8 +39,7 @@ class Holder:
     """
 
     controller: Controller
-    store: Store
-    prefix: str
+    run: Run
     backend: Backend
     actor: Actor
     on_wait: Callable[[Waiting], None] = lambda _waiting: None
@@ -73,7 +71,7 @@ class Holder:
         return self.is_ours() and self._state().live is not None
 
     def _state(self) -> RunState:
-        return EventLog(self.store, self.prefix, snapshots=False).load()
+        return self.run.events.load()
 
     def go_on(self) -> Delivered:
         """Continue a run that this holder has entered before. Otherwise as :meth:`hold`."""
@@ -84,7 +82,7 @@ class Holder:
             self.on_wait(result)
             result = self._resume(self._wait(result), result.watching)
         with contextlib.suppress(StoreError):  # then the same name delivers the same result again
-            accept_delivery(self.store, self.prefix, self.actor)
+            accept_delivery(self.run, self.actor)
         return result
 
     def _resume(self, wake: Wake, watching: Watching) -> Waiting | Delivered:
@@ -94,7 +92,7 @@ class Holder:
         while True:
             try:
                 if self.monotonic() - renewed >= RENEW_EVERY_S:
-                    renew_lease(self.store, self.prefix, holder=self.actor.ti_id)
+                    self.run.lease.renew(holder=self.actor.ti_id)
                     renewed = self.monotonic()
                 return self.controller.resume(wake)
             except BackendError as err:
@@ -108,8 +106,7 @@ class Holder:
 
     def _wait(self, waiting: Waiting) -> Wake:
         watch = Watch(
-            store=self.store,
-            prefix=self.prefix,
+            run=self.run,
             backend=self.backend,
             watching=waiting.watching,
             monotonic=self.monotonic,
@@ -164,7 +161,7 @@ class _Renewal:
 
     def _write(self, **said: Any) -> Exception | None:
         try:
-            renew_lease(self._holder.store, self._holder.prefix, holder=self._holder.actor.ti_id, **said)
+            self._holder.run.lease.renew(holder=self._holder.actor.ti_id, **said)
         except (StoreError, ProtocolError) as err:
             return err
         return None

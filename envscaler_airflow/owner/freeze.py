@@ -12,24 +12,18 @@ from typing import Any
 from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.envspec import EnvSpec, parse_reference, spec_hash
-from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.distributed import batch_env, batches, launch_command
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import AttemptState
 from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.base import Store, folder_of
-from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import ARCHIVE_FIELD, RUN, Run, spec_name
 
-ARCHIVE_FIELD = "workdir_archive"
-"""Field added to the spec's own; names the archive of its workdir."""
 MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
 """Rendezvous address for the processes of several nodes. Only the nodes know it; the wrapper fills it in."""
 NODE_RANK = "$ENVSCALER_NODE"
 """Number of a node, filled in the same way."""
-MAX_KEY_BYTES = 1 << 16
-"""Largest ``run.json`` read, bytes. Chosen: a key takes less than a kilobyte."""
-MAX_SPEC_BYTES = 1 << 22
-"""Largest frozen spec read, bytes. Chosen: far more than the loader accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,97 +68,33 @@ def freeze(spec: EnvSpec, store: Store) -> Frozen:
     return Frozen(whole, {**document, ARCHIVE_FIELD: packed.name}, packed.path, packed.name)
 
 
-def spec_name(spec_hash: str) -> str:
-    """Store name of the spec with that hash: owners never write each other's, and a launch names its own."""
-    return f"spec-{spec_hash[:16]}.json"
-
-
-def write(store: Store, key: RunKey, frozen: Frozen) -> None:
-    """Write code, key and spec to the store, in an order that is safe to interrupt at any point.
+def write(run: Run, frozen: Frozen) -> None:
+    """Write code, key and spec to *run*, in an order that is safe to interrupt at any point.
 
     Nothing runs on it before an event names its hash.
 
     Raises:
         StoreError: The store cannot be written.
     """
-    prefix = key.prefix
-    if frozen.archive is not None and store.size(f"{prefix}/{frozen.archive_name}") is None:
-        store.put_file(f"{prefix}/{frozen.archive_name}", frozen.archive)
-    made = {"schema": SCHEMA, "key": key.to_dict(), "at": store.now()}
-    store.create(f"{prefix}/run.json", json.dumps(made, indent=1).encode())
-    store.write(f"{prefix}/{spec_name(frozen.spec_hash)}", json.dumps(frozen.document, indent=1).encode())
-
-
-def key_of(store: Store, prefix: str) -> RunKey:
-    """Return the key of the run at *prefix*.
-
-    Raises:
-        ProtocolError: The run has no readable key.
-    """
-    name = f"{prefix}/run.json"
-    try:
-        key = RunKey.from_dict(json.loads(store.read(name, max_bytes=MAX_KEY_BYTES) or b"{}")["key"])
-    except (ValueError, KeyError, TypeError) as err:
-        raise ProtocolError(f"{store.uri(name)}: expected the key of a run, got {err!r}") from err
-    if key.prefix != prefix:
-        raise ProtocolError(f"{store.uri(name)}: is the key of {key.prefix}")
-    return key
-
-
-def read_document(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
-    """Return the frozen spec with that hash, exactly as stored.
-
-    Raises:
-        StoreError: The store cannot be read.
-        ProtocolError: It is missing, or not a JSON object.
-    """
-    name = f"{prefix}/{spec_name(spec_hash)}"
-    text = store.read(name, max_bytes=MAX_SPEC_BYTES)
-    try:
-        document = json.loads(text or b"")
-    except ValueError as err:
-        fault = "is absent" if text is None else f"not JSON: {err}"
-        raise ProtocolError(f"{name}: {fault}") from err
-    if not isinstance(document, dict):
-        raise ProtocolError(f"{name}: got {type(document).__name__}, expected an object")
-    return document
-
-
-def read_parameters(store: Store, prefix: str, spec_hash: str) -> dict[str, Any]:
-    """Return the values of the spec's parameters that a run was made with; {} if none can be read.
-
-    Raises:
-        StoreError: The store cannot be read.
-    """
-    try:
-        found = read_document(store, prefix, spec_hash).get("parameters")
-    except ProtocolError:
-        return {}
-    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
-
-
-def thaw_spec(store: Store, prefix: str, spec_hash: str) -> EnvSpec:
-    """Return the frozen spec with that hash. Raises as :func:`read_document`."""
-    document = read_document(store, prefix, spec_hash)
-    document.pop(ARCHIVE_FIELD, None)
-    try:
-        return EnvSpec.from_dict(document)
-    except SpecError as err:
-        raise ProtocolError(f"{prefix}/{spec_name(spec_hash)} was written by another version: {err}") from err
+    if frozen.archive is not None and frozen.archive_name and run.size(frozen.archive_name) is None:
+        run.put_file(frozen.archive_name, frozen.archive)
+    made = {"schema": SCHEMA, "key": run.key().to_dict(), "at": run.store.now()}
+    run.create(RUN, json.dumps(made, indent=1).encode())
+    run.write(spec_name(frozen.spec_hash), json.dumps(frozen.document, indent=1).encode())
 
 
 MAX_DIFFERENCES = 10
 """Differing fields that a log line names. Chosen: more than a person reads."""
 
 
-def differences(store: Store, prefix: str, spec_hash: str, frozen: Frozen) -> str:
+def differences(run: Run, spec_hash: str, frozen: Frozen) -> str:
     """Return the fields of *frozen* that differ from that spec: ``entrypoint, resources.requests.cpu``.
 
     Raises:
         StoreError: The store cannot be read.
         ProtocolError: The spec does not exist.
     """
-    found = sorted(_differing(read_document(store, prefix, spec_hash), frozen.document, ""))
+    found = sorted(_differing(run.document(spec_hash), frozen.document, ""))
     more = len(found) - MAX_DIFFERENCES
     names = ", ".join(found[:MAX_DIFFERENCES])
     return f"{names} and {more} more" if more > 0 else names
@@ -178,17 +108,17 @@ def _differing(one: Any, other: Any, path: str) -> Iterator[str]:
         yield path
 
 
-def named_request(store: Store, key: RunKey, live: AttemptState, *, spec_hash: str) -> AttemptRequest:
+def named_request(run: Run, live: AttemptState, *, spec_hash: str) -> AttemptRequest:
     """Return a minimal request that identifies the attempt: enough to find what was started for it.
 
     Raises:
         StoreError: The store cannot be read.
         ProtocolError: The spec does not exist.
     """
-    document = read_document(store, key.prefix, spec_hash)
+    document, key = run.document(spec_hash), run.key()
     document["resources"] = _resized(document.get("resources") or {}, live)
     return AttemptRequest(
-        store_url=store.url,
+        store_url=run.store.url,
         run_prefix=key.prefix,
         run_label=f"{key.dag_id}.{key.task_id}",
         generation=live.generation,
@@ -201,8 +131,7 @@ def named_request(store: Store, key: RunKey, live: AttemptState, *, spec_hash: s
 
 
 def attempt_request(
-    store: Store,
-    key: RunKey,
+    run: Run,
     stage: Stage,
     spec: EnvSpec,
     live: AttemptState,
@@ -221,7 +150,7 @@ def attempt_request(
     plain = {item.name: item.value for item in spec.env if item.value is not None}
     nodes = live.allocation.nodes
     return replace(
-        named_request(store, key, live, spec_hash=spec_hash),
+        named_request(run, live, spec_hash=spec_hash),
         command=_command(spec, nodes),
         env=plain | batch_env(spec, nodes),
         secret_env=_secrets(stage, spec),

@@ -24,9 +24,8 @@ from envscaler_airflow.owner.release import Releasing
 from envscaler_airflow.planning import Offer
 from envscaler_airflow.run import Action, AttemptState, RunState
 from envscaler_airflow.scaling import StartFacts, all_policies, policy_of
-from envscaler_airflow.store.base import Store, for_run
+from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_control
-from envscaler_airflow.store.lease import renew_lease
 from envscaler_airflow.store.stockouts import remember
 
 MAX_CANDIDATES = 16
@@ -102,7 +101,7 @@ class Intending(Releasing):
         del action
         live = live_of(state)
         self._check_still_owner(state)
-        renew_lease(self._store, self._prefix, holder=self._actor.ti_id)
+        self._run.lease.renew(holder=self._actor.ti_id)
         self._promise(state, live)
         try:
             self._prepare(state, live)
@@ -136,15 +135,14 @@ class Intending(Releasing):
     def _found(self, state: RunState, live: AttemptState) -> Handle | None:
         """Return what an earlier execution started for the attempt without recording it."""
         name = live.spec_hash or state.spec_hash
-        return self._backend.find(freeze.named_request(self._store, self._key, live, spec_hash=name))
+        return self._backend.find(freeze.named_request(self._run, live, spec_hash=name))
 
     def _request(self, state: RunState, live: AttemptState) -> AttemptRequest:
         spec_hash = live.spec_hash or state.spec_hash
         request = freeze.attempt_request(
-            self._store,
-            self._key,
+            self._run,
             self._stage,
-            self._thaw(spec_hash),
+            self._run.spec(spec_hash),
             live,
             spec_hash=spec_hash,
             grace_s=limits.grace_s(state),
@@ -165,11 +163,11 @@ class Intending(Releasing):
             deadline_left_s=self._deadline_left_s(state),
             offers=self._backend.offers,
         )
-        policies.prepare(self._store, self._prefix, policy, policy_of(spec), known)
+        policies.prepare(self._run, policy, policy_of(spec), known)
 
     def _deadline_left_s(self, state: RunState) -> float | None:
         deadline_s = self._stage.deadline_s
-        since = 0.0 if state.begun_at is None else self._clock() - state.begun_at
+        since = 0.0 if state.begun_at is None else self._run.now() - state.begun_at
         return None if deadline_s is None else deadline_s - since
 
     def _machine_deadline_s(self, state: RunState, live: AttemptState) -> float:
@@ -189,11 +187,10 @@ class Intending(Releasing):
             grace_s=limits.grace_s(state),
             checkpoint_every_s=live.checkpoint_every_s,
         )
-        store = for_run(self._store, self._prefix)
-        hold(store, control, generation=live.generation, attempt=live.number)
-        found = list_candidates(store, generation=live.generation, attempt=live.number)
+        hold(self._run, control, generation=live.generation, attempt=live.number)
+        found = list_candidates(self._run, generation=live.generation, attempt=live.number)
         self._check_still_owner(state)
-        promise(store, control, found, generation=live.generation, attempt=live.number)
+        promise(self._run, control, found, generation=live.generation, attempt=live.number)
 
     def _not_started(self, state: RunState, live: AttemptState, err: EnvScalerError) -> RunState:
         if isinstance(err, CapacityError):  # for other runs on this store; says nothing about a full machine
@@ -204,7 +201,7 @@ class Intending(Releasing):
 
     def _remember(self, offers: Iterable[Offer], said: str) -> None:
         for offer in offers:
-            remember(self._store, offer, "", said, now=self._clock())
+            remember(self._run.store, offer, "", said, now=self._run.now())
 
 
 def _key(live: AttemptState) -> dict[str, Any]:

@@ -13,12 +13,10 @@ from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner import facts, losses
-from envscaler_airflow.owner.freeze import thaw_spec
 from envscaler_airflow.owner.limits import CHECKPOINT_S
 from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
-from envscaler_airflow.run import AttemptState, RunState, fold
+from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import (
     Ask,
     Check,
@@ -39,9 +37,8 @@ from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.observation import Refused
 from envscaler_airflow.scaling.phase import Forecast
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import PLAN, Run
 
 START_S = 30.0
 START_STDEV_S = 15.0
@@ -102,35 +99,27 @@ class Observer:
     def __init__(
         self,
         *,
-        store: Store,
-        prefix: str,
+        run: Run,
         backend: Backend,
         candidates: tuple[Allocation, ...] = (),
         ask: Ask | None = None,
         monotonic: Callable[[], float] = time.monotonic,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         """Continue from the decisions that are recorded in the run.
 
         Args:
-            store: Run store.
-            prefix: The run's folder.
+            run: Which run.
             backend: For metered cost.
             candidates: What the stage may move to; if empty, the targets in ``plan.json``.
             ask: Answers the queries of rules; None: the answers that the last check recorded remain in use.
             monotonic: For ages.
-            clock: The run's clock; None uses the store's.
         """
-        self._store = store
-        self._prefix = prefix
+        self._run = run
         self._backend = backend
         self._candidates = candidates
         self._ask = ask
         self._monotonic = monotonic
-        self._clock = clock or store.now
-        self._log = EventLog(store, prefix, snapshots=False)  # an observer writes nothing
-        self._state = RunState()
-        checks = [check for check, _ in read_decisions(store, prefix)]
+        checks = [check for check, _ in read_decisions(run)]
         self._memory: Memory = remember(checks)
         self._last: Check | None = checks[-1] if checks else None
         self._offset_s = self._memory.elapsed_s - monotonic()
@@ -141,8 +130,8 @@ class Observer:
         self._forecast = Forecast()
         self._phases = _phases_of(checks)
         self._table: str | None = None
-        self._policies = policies_of(store, prefix)
-        self._spec: tuple[str, EnvSpec] | None = None
+        self._policies = policies_of(run)
+        self._spec_hash = ""
 
     def look(self) -> Sight:
         """Read new events and decide.
@@ -150,11 +139,7 @@ class Observer:
         Raises:
             StoreError: The store cannot be read; nothing is known.
         """
-        if self._state.number == 0:
-            self._state = self._log.load()
-        else:
-            self._state = fold(self._log.read(after=self._state.number), self._state)
-        state = self._state
+        state = self._run.events.load()
         if state.generation == 0:
             return Sight("no-run", state)
         if state.status != "active":
@@ -172,10 +157,10 @@ class Observer:
 
     def spec(self, state: RunState) -> EnvSpec:
         """Return the frozen spec of the run."""
-        if self._spec is None or self._spec[0] != state.spec_hash:
-            self._spec = (state.spec_hash, thaw_spec(self._store, self._prefix, state.spec_hash))
-            self._plan = self._read_plan()
-        return self._spec[1]
+        spec = self._run.spec(state.spec_hash)
+        if self._spec_hash != state.spec_hash:
+            self._spec_hash, self._plan = state.spec_hash, self._read_plan()
+        return spec
 
     def policy(self, state: RunState) -> Policy:
         """Return the stage's policy, with the value of an hour that the plan used."""
@@ -187,7 +172,7 @@ class Observer:
         return self._policies
 
     def _read_plan(self) -> Mapping[str, Any]:
-        text = self._store.read(f"{self._prefix}/plan.json")
+        text = self._run.read(PLAN)
         body = json.loads(text) if text else {}
         return body if isinstance(body, dict) else {}
 
@@ -201,7 +186,7 @@ class Observer:
 
     def observation(self, state: RunState, live: AttemptState) -> Observation:
         """Return the facts at this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
-        now_s, now = self._monotonic() + self._offset_s, self._clock()
+        now_s, now = self._monotonic() + self._offset_s, self._run.now()
         mine = self._remembered(state, live, now_s)
         head = self._head(state, live, mine, now_s)
         next_phase, next_in_s = self._foretell(head, now_s)
@@ -250,7 +235,7 @@ class Observer:
             gpu_speeds=_gpu_speeds(places),
             speedups=speedups_of(self.spec(state)),
             overheads=self._overheads(state, live, head),
-            interruptions_per_hour=_interruptions(state, places, now=self._clock()),
+            interruptions_per_hour=_interruptions(state, places, now=self._run.now()),
         )
 
     def _head(self, state: RunState, live: AttemptState, mine: _Attempt, now_s: float) -> Status | None:
@@ -267,8 +252,7 @@ class Observer:
     ) -> dict[int, Status]:
         found = {}
         for node in range(live.allocation.nodes):
-            key = (live.generation, live.number)
-            status = read_status(self._store, self._prefix, attempt=key, node=node)
+            status = self._run.status(live.key, node)
             if status is None:
                 continue
             found[node] = status
@@ -321,8 +305,8 @@ class Observer:
     def _remembered(self, state: RunState, live: AttemptState, now_s: float) -> _Attempt:
         key = (live.generation, live.number, len(live.earlier))
         if self._attempt is None or self._attempt.key != key:
-            self._forecast = read_forecast(self._store, self._prefix)
-            self._table, _ = present_table(self._store, self._prefix, self.policy(state).name)
+            self._forecast = read_forecast(self._run)
+            self._table, _ = present_table(self._run, self.policy(state).name)
             since, epoch = now_s, None
             last = self._last.observation if self._last else None
             was = None if last is None else (last.generation, last.attempt, last.moves)
@@ -408,7 +392,7 @@ class Observer:
         deadline_s = _number(state.begun.get("deadline_s"))
         if deadline_s is None or state.begun_at is None:
             return None
-        return deadline_s - (self._clock() - state.begun_at)
+        return deadline_s - (self._run.now() - state.begun_at)
 
 
 def _phases_of(checks: Iterable[Check]) -> list[tuple[str, float]]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.owner import facts, freeze
+from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.sanitize import shortened
 from envscaler_airflow.owner.stage import Stage, SupersededError
 from envscaler_airflow.run import Actor, AttemptState, RunState, fold
-from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -26,58 +24,42 @@ class Owner:
     def __init__(
         self,
         *,
-        store: Store,
-        key: RunKey,
+        run: Run,
         backend: Backend,
         actor: Actor,
         stage: Stage,
-        clock: Callable[[], float] | None = None,
     ) -> None:
-        """Act on the run *key* in *store*, through *backend*, as *actor*, for what *stage* requests.
-
-        *clock* is the run's; None uses the store's.
-        """
+        """Act on *run*, through *backend*, as *actor*, for what *stage* requests."""
         self._stage = stage
-        self._store = store
-        self._key = key
-        self._prefix = key.prefix
+        self._run = run
         self._backend = backend
         self._actor = actor
-        self._clock = clock or store.now
-        self._log = EventLog(store, self._prefix, clock=self._clock)
         self._tried: set[tuple[int, int]] = set()
         """Ended attempts that this execution tried to release."""
         self._holding: dict[tuple[int, int], str] = {}
         """Those of them that will soon be released, each with what it waits for."""
-        self._thawed: tuple[str, EnvSpec] | None = None
 
     def _spec(self, state: RunState) -> EnvSpec:
         """Return the frozen spec of the run."""
-        return self._thaw(state.spec_hash)
-
-    def _thaw(self, spec_hash: str) -> EnvSpec:
-        """Return the frozen spec with that hash."""
-        if self._thawed is None or self._thawed[0] != spec_hash:
-            self._thawed = (spec_hash, freeze.thaw_spec(self._store, self._prefix, spec_hash))
-        return self._thawed[1]
+        return self._run.spec(state.spec_hash)
 
     def _usd_left(self, state: RunState, live: AttemptState) -> float | None:
         """Total that the live attempt may cost; None without a budget, or if a price is unknown."""
         if self._stage.budget_usd is None:
             return None
         others = replace(state, attempts=tuple(item for item in state.attempts if item is not live))
-        spent = facts.spent_usd(others, self._backend, now=self._clock())
+        spent = facts.spent_usd(others, self._backend, now=self._run.now())
         return None if spent is None else self._stage.budget_usd - spent
 
     # -- events
 
     def _append(self, state: RunState, kind: str, body: Mapping[str, Any]) -> RunState:
         """Return the state after the event, or after the event that another writer put at its number."""
-        event = self._log.append(state.number, kind, shortened(body), actor=self._actor)
+        event = self._run.events.append(state.number, kind, shortened(body), actor=self._actor)
         if event is not None:
-            log.debug("run=%s event=%d type=%s", self._prefix, event.number, kind)
+            log.debug("run=%s event=%d type=%s", self._run.prefix, event.number, kind)
             return fold([event], state)
-        return fold(self._log.read(after=state.number), state)
+        return fold(self._run.events.read(after=state.number), state)
 
     def _is_ours(self, state: RunState) -> bool:
         """Return True if the last ``owner`` event names this try."""
@@ -86,12 +68,12 @@ class Owner:
     def _check_owner(self, state: RunState) -> None:
         if not self._is_ours(state):
             raise SupersededError(
-                f"run {self._prefix} is owned by {_name(state.owner)}, not by {_name(self._actor)}"
+                f"run {self._run.prefix} is owned by {_name(state.owner)}, not by {_name(self._actor)}"
             )
 
     def _check_still_owner(self, state: RunState) -> RunState:
         """Return the current state before an external action: this process may have slept since *state*."""
-        now = fold(self._log.read(after=state.number), state)
+        now = fold(self._run.events.read(after=state.number), state)
         self._check_owner(now)
         return now
 

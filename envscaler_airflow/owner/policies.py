@@ -30,9 +30,9 @@ from envscaler_airflow.scaling import (
 from envscaler_airflow.scaling.decision import table_name
 from envscaler_airflow.scaling.phase import FILE, Forecast
 from envscaler_airflow.scaling.registry import checked
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
 from envscaler_airflow.store.names import is_name
+from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -52,16 +52,16 @@ MOST_AT_ONCE = 32
 """Most concurrent calls of one policy. Chosen: as many as a triggerer has threads for checks."""
 
 
-def policies_of(store: Store, prefix: str) -> Mapping[str, ScalingPolicy]:
+def policies_of(run: Run) -> Mapping[str, ScalingPolicy]:
     """Return all policies, each with the tables that observations name; other packages' policies have limits.
 
     The first observation that names a table reads it from the store: call it in a thread. A fault in another
     package's policy ends no check and no execution: its errors become reasons.
     """
-    return {name: _opened(store, prefix, policy) for name, policy in all_policies().items()}
+    return {name: _opened(run, policy) for name, policy in all_policies().items()}
 
 
-def prepare(store: Store, prefix: str, policy: ScalingPolicy, settings: Policy, facts: StartFacts) -> None:
+def prepare(run: Run, policy: ScalingPolicy, settings: Policy, facts: StartFacts) -> None:
     """Have *policy* build what it looks up later, and write it to the run's tables. Only for the owner.
 
     Raises:
@@ -72,25 +72,25 @@ def prepare(store: Store, prefix: str, policy: ScalingPolicy, settings: Policy, 
         settings,
         replace(
             facts,
-            present=lambda: present_table(store, prefix, policy.name)[1],
-            earlier=lambda: _earlier(store, prefix),
+            present=lambda: present_table(run, policy.name)[1],
+            earlier=lambda: _earlier(run),
         ),
     )
     for name, data in made.files.items():
-        store.write(f"{prefix}/tables/{name}", data)
+        run.write(f"tables/{name}", data)
     if made.reason:
         log.warning("policy=%s prepares less than it could: %s", policy.name, made.reason)
 
 
-def present_table(store: Store, prefix: str, policy: str) -> tuple[str | None, Mapping[str, Any] | None]:
+def present_table(run: Run, policy: str) -> tuple[str | None, Mapping[str, Any] | None]:
     """Return the name of the current table of *policy*, and what it was built for; None if unreadable.
 
     Raises:
         StoreError: The store cannot be read.
     """
-    name = f"{prefix}/tables/{policy}.json"
+    name = f"tables/{policy}.json"
     try:
-        text = store.read(name, max_bytes=MAX_POINTER)
+        text = run.read(name, max_bytes=MAX_POINTER)
         body = read_object(text, where=name) if text is not None else {}
     except ProtocolError:
         return None, None
@@ -100,28 +100,28 @@ def present_table(store: Store, prefix: str, policy: str) -> tuple[str | None, M
     return None, None
 
 
-def read_table(store: Store, prefix: str, policy: str, name: str) -> bytes:
+def read_table(run: Run, policy: str, name: str) -> bytes:
     """Return the table of *policy* with that name.
 
     Raises:
         StoreError: The store cannot be read.
         ProtocolError: It does not exist, or its content does not match the hash in its name.
     """
-    data = store.read(f"{prefix}/{name}", max_bytes=MAX_TABLE) if _is_table(policy, name) else None
+    data = run.read(name, max_bytes=MAX_TABLE) if _is_table(policy, name) else None
     if data is None or f"tables/{table_name(policy, data)}" != name:
-        raise ProtocolError(f"{prefix}/{name:.100}: expected a table of policy {policy} with that hash")
+        raise ProtocolError(f"{run.prefix}/{name:.100}: expected a table of policy {policy} with that hash")
     return data
 
 
-def read_forecast(store: Store, prefix: str) -> Forecast:
+def read_forecast(run: Run) -> Forecast:
     """Return the phases of an earlier run; no phases if the file is missing or cannot be understood.
 
     Raises:
         StoreError: The store cannot be read.
     """
-    name = f"{prefix}/tables/{FILE}"
+    name = f"tables/{FILE}"
     try:
-        text = store.read(name, max_bytes=MAX_FORECAST)
+        text = run.read(name, max_bytes=MAX_FORECAST)
         return Forecast() if text is None else Forecast.from_dict(read_object(text, where=name))
     except (ProtocolError, ValueError, KeyError, TypeError, OverflowError):
         return Forecast()
@@ -131,31 +131,29 @@ def _is_table(policy: str, name: str) -> bool:
     return re.match(rf"tables/{re.escape(policy)}-[0-9a-f]{{16}}\.bin\Z", name) is not None
 
 
-def _earlier(store: Store, prefix: str) -> Iterator[tuple[str, Iterable[Check]]]:
+def _earlier(run: Run) -> Iterator[tuple[str, Iterable[Check]]]:
     """Yield the checks of the same stage in other runs of the DAG."""
-    deployment, dag, mine, *rest = prefix.split("/")
-    others = [name for name in store.children(f"{deployment}/{dag}") if name != mine]
+    deployment, dag, mine, *rest = run.prefix.split("/")
+    others = [name for name in run.store.children(f"{deployment}/{dag}") if name != mine]
     for name in sorted(others, reverse=True)[:MAX_RUNS]:
         where = "/".join([deployment, dag, name, *rest])
-        yield name, (check for check, _ in read_decisions(store, where))
+        yield name, (check for check, _ in read_decisions(Run(run.store, where)))
 
 
-def _opened(store: Store, prefix: str, policy: ScalingPolicy) -> ScalingPolicy:
+def _opened(run: Run, policy: ScalingPolicy) -> ScalingPolicy:
     if policy.with_table is not None:
-        policy = replace(policy, propose=_by_table(store, prefix, policy, policy.with_table))
+        policy = replace(policy, propose=_by_table(run, policy, policy.with_table))
     return _bounded(policy) if policy.origin else policy
 
 
-def _by_table(
-    store: Store, prefix: str, policy: ScalingPolicy, with_table: Callable[[bytes], Propose]
-) -> Propose:
+def _by_table(run: Run, policy: ScalingPolicy, with_table: Callable[[bytes], Propose]) -> Propose:
     opened: dict[str, Propose] = {}
 
     def propose(observation: Observation, settings: Policy) -> Proposal:
         name = observation.deadline_table
         if name is not None and name not in opened:
             try:
-                opened[name] = with_table(read_table(store, prefix, policy.name, name))
+                opened[name] = with_table(read_table(run, policy.name, name))
             except (ProtocolError, ValueError):
                 opened[name] = policy.propose
         return opened.get(name or "", policy.propose)(observation, settings)

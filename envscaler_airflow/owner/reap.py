@@ -9,12 +9,11 @@ from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.orphans import Orphan, orphans
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.owner.close import close
-from envscaler_airflow.owner.freeze import key_of
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.run import RunState
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -49,69 +48,63 @@ def reap(
         raise BackendError("the API server does not tell the time: ages cannot be known")
 
     def ownerless(prefix: str) -> str | None:
-        key = _key(store, prefix)
-        return task_is_over(key) if key is not None else None
+        try:
+            return task_is_over(Run(store, prefix).key())
+        except ProtocolError:  # the folder contains no key, or another run's
+            return None
 
     for orphan in orphans(
         backend,
         store.url,
-        lambda prefix: _state(store, prefix),
+        lambda prefix: _state(Run(store, prefix)),
         server_time=answer.server_time,
         ownerless=ownerless,
     ):
         if not dry_run:
-            _end(store, backend, orphan, grace_s)
+            _end(Run(store, orphan.prefix), backend, orphan, grace_s)
         yield orphan
 
 
-def _state(store: Store, prefix: str) -> RunState | None:
+def _state(run: Run) -> RunState | None:
     """Fold of a run's events; None if the run does not exist.
 
     Raises:
         ProtocolError: That cannot be determined: a newer version wrote the events, or this is another store.
     """
-    state = EventLog(store, prefix, snapshots=False).load()
+    state = run.events.load()
     if state.unknown:
-        raise ProtocolError(f"run {prefix}, event {state.unknown[-1]}: a newer version wrote it")
+        raise ProtocolError(f"run {run.prefix}, event {state.unknown[-1]}: a newer version wrote it")
     if state.number:
         return state
-    deployment = prefix.partition("/")[0]
-    if not store.children(deployment):  # not mounted here, or another store behind the same URL
-        raise ProtocolError(f"store {store.url} holds nothing of the deployment {deployment}")
+    deployment = run.prefix.partition("/")[0]
+    if not run.store.children(deployment):  # not mounted here, or another store behind the same URL
+        raise ProtocolError(f"store {run.store.url} holds nothing of the deployment {deployment}")
     return None
 
 
-def _key(store: Store, prefix: str) -> RunKey | None:
-    """Key of the run; None if its folder does not contain it, or contains another run's."""
-    try:
-        return key_of(store, prefix)
-    except ProtocolError:
-        return None
-
-
-def _end(store: Store, backend: KubernetesBackend, orphan: Orphan, grace_s: float) -> None:
+def _end(run: Run, backend: KubernetesBackend, orphan: Orphan, grace_s: float) -> None:
     if orphan.is_live and orphan.runs:
-        state = _state(store, orphan.prefix)
+        state = _state(run)
         owner = state.owner.ti_id if state is not None and state.owner is not None else ""
-        asked = kill_quietly(store, orphan.prefix, backend, ti_id=owner, reason=orphan.reason)
+        asked = kill_quietly(run, backend, ti_id=owner, reason=orphan.reason)
         if asked and state is not None and state.live is not None and state.live.handle is None:
             backend.stop(orphan.handle, grace_s=grace_s)  # its owner died before it could record the start
         return
     if orphan.runs:
         backend.stop(orphan.handle, grace_s=grace_s)
     elif orphan.is_live:
-        _record(store, backend, orphan)
+        _record(run, backend)
     uid = str(orphan.handle.details["uid"])
     backend.cluster.delete(names.jobs(backend.namespace, orphan.handle.name), uid=uid)
 
 
-def _record(store: Store, backend: KubernetesBackend, orphan: Orphan) -> None:
+def _record(run: Run, backend: KubernetesBackend) -> None:
     """Record how the attempt ended and what it cost, before its Job is removed."""
-    state = _state(store, orphan.prefix)
+    state = _state(run)
     owner = state.owner if state is not None else None
     if owner is None:
         return
     try:
-        close(store, orphan.prefix, backend, ti_id=owner.ti_id, waits=False)
+        close(run, backend, ti_id=owner.ti_id, waits=False)
     except ProtocolError as err:
-        log.warning("run=%s its end is not recorded: %s", orphan.prefix, err)
+        log.warning("run=%s its end is not recorded: %s", run.prefix, err)

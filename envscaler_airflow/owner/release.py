@@ -76,14 +76,14 @@ class Releasing(Asking):
         """Return the backend's last bill of the attempt, if the bill at its end was incomplete."""
         if not facts.may_be_held(attempt):
             return {}
-        usage, now = facts.usage_of(self._backend, attempt), self._clock()
+        usage, now = facts.usage_of(self._backend, attempt), self._run.now()
         usd = facts.usd_of(attempt, usage, now=now)
         found: dict[str, Any] = {} if usage is None else {"usage": [[u.node, u.start, u.end] for u in usage]}
         return found if usd is None else found | {"usd": usd}
 
     def _until_released(self, state: RunState) -> Waiting | None:
         """Return a short wait while machines of an ended run must still be released; None otherwise."""
-        now = self._clock()
+        now = self._run.now()
         for attempt in state.attempts:
             why = self._holding.get((attempt.generation, attempt.number))
             if why is not None and attempt.ended_at is not None and now - attempt.ended_at < HOLD_S:

@@ -9,20 +9,19 @@ from typing import Any
 
 from envscaler_agent.protocol import Status
 from envscaler_airflow.clouds import tariffs
-from envscaler_airflow.owner.run_watch import read_claimed, read_status
 from envscaler_airflow.owner.usage import begun_at, by_span, spans_of
 from envscaler_airflow.run import AttemptState, RunState, outcome_of
 from envscaler_airflow.run.cost import Bill, Held, Pause, Use, bill
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run import Run
 
 
-def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]:
+def measured(run: Run, attempt: AttemptState) -> dict[str, Any]:
     """Return the times and counts that node 0 last reported: fields of the ``attempt-ended`` event.
 
     Raises:
         StoreError: The store cannot be read.
     """
-    status = read_status(store, prefix, attempt=(attempt.generation, attempt.number), node=0)
+    status = run.status(attempt.key)
     if status is None:
         return {}
     progress = status.progress
@@ -42,18 +41,17 @@ def measured(store: Store, prefix: str, attempt: AttemptState) -> dict[str, Any]
         "repeated_samples": progress.repeated_samples,
         "epoch": progress.epoch,
     }
-    fields |= _before(store, prefix, attempt, status)
+    fields |= _before(run, attempt, status)
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _before(store: Store, prefix: str, attempt: AttemptState, last: Status) -> dict[str, Any]:
+def _before(run: Run, attempt: AttemptState, last: Status) -> dict[str, Any]:
     """Return what earlier pods of node 0 did within the same attempt, before the *last* one.
 
     ``earlier_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated. ``start_step``:
     step at which the first of these pods began.
     """
-    key = (attempt.generation, attempt.number)
-    said = [read_claimed(store, prefix, attempt=key, claim=claim) for claim in range(1, last.claim)]
+    said = [run.status_of_claim(attempt.key, claim) for claim in range(1, last.claim)]
     known = [one for one in said if one is not None]
     if not known:
         return {}

@@ -10,31 +10,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from envscaler_agent import protocol
 from envscaler_agent.protocol import Control
 from envscaler_airflow.backends.base import Backend, Handle
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.owner import limits
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, AttemptState, Event, RunState
-from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.checkpoints import read_control
-from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import Run
 
 
-def request_stop(store: Store, prefix: str, *, reason: str, by: str) -> Event:
+def request_stop(run: Run, *, reason: str, by: str) -> Event:
     """Ask the owner to checkpoint and stop the run.
 
     Raises:
         StoreError: The store cannot be written.
     """
-    return EventLog(store, prefix).append_request("stop-requested", {"reason": reason, "by": by}, actor=None)
+    return run.events.append_request("stop-requested", {"reason": reason, "by": by}, actor=None)
 
 
 def request_move(
-    store: Store,
-    prefix: str,
+    run: Run,
     *,
     target: Allocation,
     from_attempt: tuple[int, int],
@@ -43,8 +38,7 @@ def request_move(
     """Ask the owner to move the live attempt to *target*.
 
     Args:
-        store: Run store.
-        prefix: The run's folder.
+        run: Whose attempt.
         target: The allocation to move to.
         from_attempt: ``(generation, attempt)`` that the numbers were taken from; the request is
             stale for any other.
@@ -53,7 +47,7 @@ def request_move(
     """
     short = _shortened(because, target)
     body = {**short, "target": target.to_dict(), "from_attempt": list(from_attempt)}
-    return EventLog(store, prefix).append_request("move-requested", body, actor=None)
+    return run.events.append_request("move-requested", body, actor=None)
 
 
 def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, Any]:
@@ -79,7 +73,7 @@ def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, A
 
 
 def kill_quietly(
-    store: Store, prefix: str, backend: Backend, *, ti_id: str, reason: str, try_number: int | None = None
+    run: Run, backend: Backend, *, ti_id: str, reason: str, try_number: int | None = None
 ) -> bool:
     """Handle a user's kill of a deferred task: ask the attempt to save and stop, wait for nothing.
 
@@ -90,29 +84,27 @@ def kill_quietly(
     Raises:
         StoreError: The store cannot be read or written; the lease ends the attempt then.
     """
-    log = EventLog(store, prefix)
     body = {"reason": reason, "by": f"ti {ti_id}"}
     while True:
-        state = log.load()
+        state = run.events.load()
         live = state.live
         if state.status != "active" or not owns(state.owner, ti_id, try_number):
             return False
-        event = log.append(state.number, "stop-requested", body, actor=None)
+        event = run.events.append(state.number, "stop-requested", body, actor=None)
         if event is not None:
             break  # otherwise the number was taken, perhaps by a new owner: read again
     if live is None:
         return True
-    grace_s = _grace_s(store, prefix, state, live)
-    name = f"{prefix}/{protocol.control_name(live.generation, live.number)}"
+    grace_s = _grace_s(run, state, live)
     control = replace(
-        read_control(store, name) or Control(),
+        run.control(live.key) or Control(),
         sequence=event.number,
         action="leave",
         align="now",
         grace_s=grace_s,
         reason=reason,
     )
-    store.write(name, control.to_json())
+    run.write_control(live.key, control)
     if live.handle is not None:
         _stop_gracefully(backend, Handle.from_dict(live.handle), grace_s=grace_s)
     return True
@@ -124,7 +116,7 @@ def owns(owner: Actor | None, ti_id: str, try_number: int | None) -> bool:
     return is_try and owner is not None and owner.ti_id == ti_id
 
 
-def accept_delivery(store: Store, prefix: str, actor: Actor) -> bool:
+def accept_delivery(run: Run, actor: Actor) -> bool:
     """Record that Airflow accepted the result delivered to *actor*; returns whether it is recorded.
 
     Only while the last ``owner`` event names *actor*: a newer try delivers again.
@@ -133,18 +125,17 @@ def accept_delivery(store: Store, prefix: str, actor: Actor) -> bool:
         StoreError: The store cannot be read or written; a clear then delivers the same result again.
         ProtocolError: An event cannot be read.
     """
-    log = EventLog(store, prefix)
     while True:
-        state = log.load()
+        state = run.events.load()
         if state.accepted or not actor.is_try_of(state.owner) or not state.delivered:
             return state.accepted
-        log.append(state.number, "accepted", {"generation": state.generation}, actor=actor)
+        run.events.append(state.number, "accepted", {"generation": state.generation}, actor=actor)
 
 
-def _grace_s(store: Store, prefix: str, state: RunState, live: AttemptState) -> float:
+def _grace_s(run: Run, state: RunState, live: AttemptState) -> float:
     """Twice the time of the last checkpoint; the minimum if the store does not report it."""
     try:
-        said = read_status(store, prefix, attempt=(live.generation, live.number), node=0)
+        said = run.status(live.key)
     except StoreError:
         said = None
     return limits.grace_s(state, said)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from envscaler_agent import protocol
 from envscaler_agent.protocol import Status
 from envscaler_airflow.backends.base import (
     QUIET_S,
@@ -17,48 +16,18 @@ from envscaler_airflow.backends.base import (
     ResizesInPlace,
     UsageInterval,
 )
-from envscaler_airflow.errors import BackendError, ProtocolError
+from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.limits import BUDGET_EVERY_S, reserve_usd
-from envscaler_airflow.owner.sanitize import believable
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.owner.usage import Span, billed_usd
 from envscaler_airflow.run import Event, NodeStatus, outcome_of
 from envscaler_airflow.run.ends import LOST_AFTER_S
-from envscaler_airflow.store.base import Store, for_run
-from envscaler_airflow.store.claims import newest_claim
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.lease import ages_of
-from envscaler_airflow.store.names import join
+from envscaler_airflow.store.run import Run
 
 REQUESTS = frozenset({"move-requested", "stop-requested"})
 AGAIN_S = 60.0
 """Seconds before a wake-up is repeated for a reason on which the owner took no action. Chosen: an execution
 takes some seconds of a worker, and a kubelet has long answered by then."""
-
-
-def read_status(store: Store, prefix: str, *, attempt: tuple[int, int], node: int) -> Status | None:
-    """Return a node's last report, as far as it is believable; None without one that follows the protocol.
-
-    Only the pod that claimed the node last reports for it.
-
-    Raises:
-        StoreError: The store cannot be read.
-    """
-    generation, number = attempt
-    claim = newest_claim(for_run(store, prefix), generation=generation, attempt=number, node=node, known=1)
-    return read_claimed(store, prefix, attempt=attempt, node=node, claim=claim)
-
-
-def read_claimed(
-    store: Store, prefix: str, *, attempt: tuple[int, int], claim: int, node: int = 0
-) -> Status | None:
-    """Last status of the pod with that claim, even after a later claim. Raises as :func:`read_status`."""
-    name = join(prefix, protocol.status_name(*attempt, node, claim))
-    try:
-        text = store.read(name, max_bytes=protocol.MAX_JSON_BYTES)
-        return None if text is None else replace(believable(Status.from_json(text, where=name)), claim=claim)
-    except ProtocolError:
-        return None
 
 
 def unless_heard(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> AttemptStatus:
@@ -82,27 +51,22 @@ class Watch:
     def __init__(
         self,
         *,
-        store: Store,
-        prefix: str,
+        run: Run,
         backend: Backend,
         watching: Watching,
         monotonic: Callable[[], float] = time.monotonic,
-        clock: Callable[[], float] | None = None,
         poll_s: float = 0.0,
     ) -> None:
         """Begin at *watching*; ages count from now, by *monotonic*.
 
-        *clock* is the run's; None uses the store's. A bill runs up to its time if the provider does not
-        report its own. *poll_s* is the time between two polls.
+        A bill runs up to the run's time if the provider does not report its own. *poll_s* is the time between
+        two polls.
         """
-        self._store = store
-        self._prefix = prefix
+        self._run = run
         self._backend = backend
         self._watching = watching
         self._monotonic = monotonic
-        self._clock = clock or store.now
         self._check_s = max(BUDGET_EVERY_S, poll_s)
-        self._log = EventLog(store, prefix, snapshots=False)  # an observer writes nothing
         self._began = monotonic()
         self._number = watching.number
         self._spans = tuple(Span.from_dict(item) for item in watching.spans)
@@ -145,7 +109,7 @@ class Watch:
 
     def _needed(self) -> Wake | None:
         if self._ages is None:
-            self._ages = ages_of(self._store, self._prefix)
+            self._ages = self._run.lease.known().ages
         elapsed = self._monotonic() - self._began
         is_paused = elapsed < self._watching.pause_s
         wake = self._new_events() or self._request
@@ -210,7 +174,7 @@ class Watch:
         return before + self._monotonic() - self._heard
 
     def _new_events(self) -> Wake | None:
-        for event in self._log.read(after=self._number):
+        for event in self._run.events.read(after=self._number):
             self._number = event.number
             if event.type in REQUESTS:
                 return Wake("request", detail=event.type)
@@ -273,7 +237,7 @@ class Watch:
     def _read_statuses(self) -> None:
         attempt = (self._watching.generation, self._watching.attempt)
         for node in range(self._watching.nodes):
-            status = read_status(self._store, self._prefix, attempt=attempt, node=node)
+            status = self._run.status(attempt, node)
             if status is None:
                 continue
             now = (status.claim, status.sequence)
@@ -305,7 +269,7 @@ class Watch:
         if left is None or not self._spans or now - self._billed < BUDGET_EVERY_S:
             return []
         self._billed = now
-        watching, at = self._watching, self._clock()
+        watching, at = self._watching, self._run.now()
         try:
             intervals = self._backend.usage(handle)
         except BackendError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from envscaler_airflow.owner.observe import Observer
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.run import AttemptState, Request, RunState
 from envscaler_airflow.scaling import Check, Observation, validate
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,11 @@ class Verdict:
 
 
 def judge(
-    store: Store,
-    prefix: str,
+    run: Run,
     state: RunState,
     spec: EnvSpec,
     backend: Backend,
     request: Request,
-    *,
-    clock: Callable[[], float],
 ) -> Verdict:
     """Accept or refuse the move that *request* asks for.
 
@@ -65,7 +62,7 @@ def judge(
     fresh = {offer.name: offer for offer in offers}
     rest = None if target.rest is None else fresh[target.rest.name]
     target = replace(target, offer=fresh[target.offer.name], rest=rest)
-    observer = Observer(store=store, prefix=prefix, backend=backend, candidates=(target,), clock=clock)
+    observer = Observer(run=run, backend=backend, candidates=(target,))
     return _validate(observer, state, live, request, target, backend)
 
 

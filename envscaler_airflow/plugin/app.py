@@ -20,7 +20,7 @@ from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.hooks.settings import StorePlace, setting, store_place
 from envscaler_airflow.plugin.page import POLICY, message_page, run_page
 from envscaler_airflow.plugin.page_facts import RunFacts, read_facts
-from envscaler_airflow.store import RunKey, Store, deployment_of
+from envscaler_airflow.store import Run, RunKey, Store, deployment_of
 from envscaler_airflow.store.base import DEPLOYMENT
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[RunFa
     # A DAG may have a team that its runs lack: they had none before, or teams are switched off.
     for team in dict.fromkeys((DagModel.get_team_name(dag_id), None)):
         key = RunKey(deployment, dag_id, run_id, task_id, map_index, team)
-        facts = read_facts(store, key.prefix)
+        facts = read_facts(Run(store, key))
         if facts is not None:
             return facts, store.now()
     return where

@@ -11,12 +11,10 @@ from itertools import pairwise
 
 from envscaler_agent.protocol import MAX_JSON_BYTES, Status, claim_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.owner.freeze import read_parameters
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.run import AttemptState, Event, RunState
 from envscaler_airflow.scaling import Check
-from envscaler_airflow.store import EventLog, Store
 from envscaler_airflow.store.decisions import read_decisions
+from envscaler_airflow.store.run import Run
 
 MOST_NODES = 16
 """Nodes whose status is shown. Chosen: of the others only the number is shown."""
@@ -88,60 +86,58 @@ class RunFacts:
     parameters: Mapping[str, object] = field(default_factory=dict)
 
 
-def read_facts(store: Store, prefix: str) -> RunFacts | None:
-    """Return the run below *prefix*; None if none has begun.
+def read_facts(run: Run) -> RunFacts | None:
+    """Return what the store has of *run*; None if it has not begun.
 
     Raises:
         StoreError: The store cannot be read.
         ProtocolError: Its events are not ours, or torn.
     """
-    log = EventLog(store, prefix, snapshots=False)
-    state = log.load()
+    state = run.events.load()
     if state.number == 0:
         return None
-    newest = log.read(after=max(0, state.number - MOST_EVENTS))
-    unit, rates = _rates(store, prefix, state)
+    newest = run.events.read(after=max(0, state.number - MOST_EVENTS))
+    unit, rates = _rates(run, state)
     return RunFacts(
-        url=store.uri(prefix),
+        url=run.url,
         state=state,
-        statuses=_statuses(store, prefix, state.current),
+        statuses=_statuses(run, state.current),
         answers=tuple(event for event in newest if event.type in ANSWERS),
-        checks=_checks(store, prefix, state.generation),
+        checks=_checks(run, state.generation),
         unit=unit,
         rates=rates,
-        parameters=read_parameters(store, prefix, state.spec_hash),
+        parameters=run.parameters(state.spec_hash),
     )
 
 
-def _statuses(store: Store, prefix: str, attempt: AttemptState | None) -> tuple[Status | None, ...]:
+def _statuses(run: Run, attempt: AttemptState | None) -> tuple[Status | None, ...]:
     if attempt is None:
         return ()
-    key = (attempt.generation, attempt.number)
     nodes = range(min(MOST_NODES, attempt.allocation.nodes))
-    return tuple(read_status(store, prefix, attempt=key, node=node) for node in nodes)
+    return tuple(run.status(attempt.key, node) for node in nodes)
 
 
-def _checks(store: Store, prefix: str, generation: int) -> tuple[tuple[Check, int], ...]:
+def _checks(run: Run, generation: int) -> tuple[tuple[Check, int], ...]:
     try:
-        found = list(read_decisions(store, prefix, newest_chunks=MOST_DECISION_CHUNKS))
+        found = list(read_decisions(run, newest_chunks=MOST_DECISION_CHUNKS))
     except ProtocolError:  # a chunk that is too large explains nothing
         return ()
     of_this = [item for item in found if item[0].observation.generation == generation]
     return tuple(reversed(of_this[-MOST_CHECKS:]))
 
 
-def _rates(store: Store, prefix: str, state: RunState) -> tuple[str, tuple[Rate, ...]]:
+def _rates(run: Run, state: RunState) -> tuple[str, tuple[Rate, ...]]:
     """Return speeds of node 0 over time, in samples if every line has them, else in steps."""
     attempts = {item.number: item for item in state.attempts_of(state.generation)}
     told: list[tuple[int, float, list[Line]]] = []
     began: dict[tuple[int, int], float] = {}
-    for number, claim, name in _chunks(store, prefix, state.generation):
+    for number, claim, name in _chunks(run, state.generation):
         if (attempt := attempts.get(number)) is None:
             continue
         if (number, claim) not in began:
             before = [start + lines[-1][0] for of, start, lines in told if of == number and lines]
-            began[number, claim] = _began(store, prefix, attempt, claim, after=max(before, default=None))
-        told.append((number, began[number, claim], _lines(store, f"{prefix}/metrics/{name}")))
+            began[number, claim] = _began(run, attempt, claim, after=max(before, default=None))
+        told.append((number, began[number, claim], _lines(run, f"metrics/{name}")))
     unit = "samples" if _all_have_samples(lines for _, _, lines in told) else "steps"
     place = 2 if unit == "samples" else 1
     rates = [
@@ -152,7 +148,7 @@ def _rates(store: Store, prefix: str, state: RunState) -> tuple[str, tuple[Rate,
     return unit, tuple(sorted(rates, key=lambda rate: rate.at))
 
 
-def _began(store: Store, prefix: str, attempt: AttemptState, claim: int, *, after: float | None) -> float:
+def _began(run: Run, attempt: AttemptState, claim: int, *, after: float | None) -> float:
     """When the pod of *claim* began on node 0, seconds since the epoch; a later pod begins at its claim.
 
     A copied store gives its files new times. If such a time would be after the attempt, or if the store
@@ -161,9 +157,9 @@ def _began(store: Store, prefix: str, attempt: AttemptState, claim: int, *, afte
     first = attempt.started_at or attempt.intended_at
     if claim <= 1:
         return first
-    name = claim_name(attempt.generation, attempt.number, 0, claim)
+    name = claim_name(*attempt.key, 0, claim)
     try:
-        found = store.read_dated(f"{prefix}/{name}", max_bytes=MAX_JSON_BYTES)
+        found = run.read_dated(name, max_bytes=MAX_JSON_BYTES)
     except ProtocolError:
         found = None
     date = None if found is None else found[1]
@@ -171,10 +167,10 @@ def _began(store: Store, prefix: str, attempt: AttemptState, claim: int, *, afte
     return date if date is not None and first <= date <= last else max(first, after or first)
 
 
-def _chunks(store: Store, prefix: str, generation: int) -> list[tuple[int, int, str]]:
+def _chunks(run: Run, generation: int) -> list[tuple[int, int, str]]:
     """Return attempt, claim and name of the chunks to read: all if they are few, else evenly spread."""
     found = []
-    for name in store.children(f"{prefix}/metrics"):
+    for name in run.children("metrics"):
         match = _CHUNK.match(name)
         if match and int(match[1]) == generation:
             found.append((int(match[2]), int(match[3]), int(match[4]), name))
@@ -189,10 +185,10 @@ Line = tuple[float, float | None, float | None]
 """Seconds since the wrapper began, steps, samples."""
 
 
-def _lines(store: Store, name: str) -> list[Line]:
+def _lines(run: Run, name: str) -> list[Line]:
     """Return the lines of a chunk that report a step, without torn or malformed ones."""
     try:
-        text = store.read(name, max_bytes=CHUNK_BYTES) or b""
+        text = run.read(name, max_bytes=CHUNK_BYTES) or b""
     except ProtocolError:
         return []
     found = []

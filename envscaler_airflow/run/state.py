@@ -105,6 +105,11 @@ class AttemptState:
     ended_at: float | None = None
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Return ``(generation, number)``."""
+        return self.generation, self.number
+
+    @property
     def begun_on(self) -> Allocation:
         """Return what it used before any change in place."""
         return self.earlier[0].allocation if self.earlier else self.allocation

@@ -149,13 +149,13 @@ class ScalingSensor(BaseSensorOperator):
     def _look_once(self, context: Context) -> dict[str, Any]:
         """Check once for ``dag.test()``, which runs one task at a time, never a stage beside its sensor."""
         from envscaler_airflow.operators.execution import run_key  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.store import EventLog  # noqa: PLC0415  (as above)
+        from envscaler_airflow.store import Run  # noqa: PLC0415  (as above)
         from envscaler_airflow.triggers.scaling_checks import summary  # noqa: PLC0415  (as above)
 
         place, task = self._place(context), self._task()
         store = place.open()
         folder = run_key(context, place.deployment(store), task_id=task.task_id).prefix.rsplit("/", 1)[0]
-        states = {name: EventLog(store, f"{folder}/{name}").load() for name in store.children(folder)}
+        states = {name: Run(store, f"{folder}/{name}").events.load() for name in store.children(folder)}
         self.log.warning(
             "dag.test() runs one task at a time, so stage %s is not checked while it trains", task.task_id
         )
@@ -223,21 +223,20 @@ class ScalingSensor(BaseSensorOperator):
         """Append the request, unless one is under way or the attempt has changed since."""
         from envscaler_airflow.owner.request import request_move  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.planning import Allocation  # noqa: PLC0415  (as above)
-        from envscaler_airflow.store import EventLog  # noqa: PLC0415  (as above)
+        from envscaler_airflow.store import Run  # noqa: PLC0415  (as above)
 
-        store = self._place(context).open()
-        state = EventLog(store, event["prefix"]).load()
+        run = Run(self._place(context).open(), event["prefix"])
+        state = run.events.load()
         live = state.live
         generation, attempt = event["from_attempt"]
-        if live is None or live.phase != "started" or (live.generation, live.number) != (generation, attempt):
+        if live is None or live.phase != "started" or live.key != (generation, attempt):
             self.log.info("not asked: attempt %s.%s is not running any more", generation, attempt)
         elif state.pending:
             self.log.info("not asked: request %d has no answer yet", state.pending[0].number)
         else:
             target = Allocation.from_dict(event["target"])
             request = request_move(
-                store,
-                event["prefix"],
+                run,
                 target=target,
                 from_attempt=(generation, attempt),
                 because={name: event[name] for name in ("reason", "numbers", "check")},

@@ -14,7 +14,8 @@ from envscaler_airflow.errors import EnvScalerError
 from envscaler_airflow.sidecar.context import Site, UnheededError, load_store_keys
 from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
-from envscaler_airflow.store.base import for_run, open_store
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run import Run
 
 log = logging.getLogger("envscaler_airflow.sidecar")
 
@@ -61,7 +62,7 @@ def _site(options: argparse.Namespace) -> Site:
     load_store_keys()
     layout = Layout.read(options.layout)
     spool = Spool(options.spool)
-    store = for_run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
+    store = Run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
     who = Who(options.generation, options.attempt, options.node, options.nodes, claim=0)
     return Site(
         spool=spool,

@@ -63,7 +63,7 @@ class Site:
 
     Attributes:
         spool: Folder shared with the wrapper.
-        store: Store of the run (``for_run``).
+        store: Store of the run (:class:`~envscaler_airflow.store.run.Run`).
         who: Node, attempt, generation.
         layout: The paths of this node.
         memory: State that survives a kill of the sidecar.

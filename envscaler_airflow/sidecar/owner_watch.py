@@ -8,7 +8,7 @@ from envscaler_agent.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar.claim import WHY, standing_of
 from envscaler_airflow.sidecar.context import Site, UnheededError
-from envscaler_airflow.store.lease import LeaseWatch, read_lease
+from envscaler_airflow.store.lease import LeaseFile, LeaseWatch
 
 CONTROL_S = 2.0
 """Time between two readings of the control. Chosen: a quarter of the usual step towards a checkpoint."""
@@ -86,7 +86,7 @@ class OwnerWatch:
             self._site.spool.write(self._site.spool.control, body)
 
     def _look_at_lease(self) -> None:
-        self._lease.seen(read_lease(self._site.store))
+        self._lease.seen(LeaseFile(self._site.store).read())
         control = self._control()
         if self._lease.unchanged_s >= control.orphan_after_s:
             self._leave(control, f"orphaned: the lease stood still for {self._lease.unchanged_s:.0f} s")

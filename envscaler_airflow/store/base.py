@@ -120,90 +120,90 @@ class TellsVersions(Protocol):
 
 
 class StoreView:
-    """One folder of a store, used as a store."""
+    """One folder of a store, used as a store: names are relative to it and cannot leave it.
+
+    Attributes:
+        store: The whole store.
+        prefix: The folder in it.
+    """
 
     def __init__(self, store: Store, prefix: str) -> None:
         """See *store* from *prefix*."""
-        self._store = store
-        self._prefix = check_prefix(prefix)
+        self.store = store
+        self.prefix = check_prefix(prefix)
 
     @property
     def url(self) -> str:
         """URL of the folder."""
-        return self._store.uri(self._prefix)
+        return self.store.uri(self.prefix)
 
     @property
     def at_once(self) -> int:
         """See :attr:`Store.at_once`."""
-        return self._store.at_once
+        return self.store.at_once
 
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """See :meth:`Store.read`."""
-        return self._store.read(self._name(name), max_bytes=max_bytes)
+        return self.store.read(self._name(name), max_bytes=max_bytes)
 
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
         """See :meth:`Store.read_dated`."""
-        return self._store.read_dated(self._name(name), max_bytes=max_bytes)
+        return self.store.read_dated(self._name(name), max_bytes=max_bytes)
 
     def now(self) -> float:
         """See :meth:`Store.now`."""
-        return self._store.now()
+        return self.store.now()
 
     def write(self, name: str, data: bytes) -> None:
         """See :meth:`Store.write`."""
-        self._store.write(self._name(name), data)
+        self.store.write(self._name(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Store.create`."""
-        return self._store.create(self._name(name), data)
+        return self.store.create(self._name(name), data)
 
     def delete(self, name: str) -> None:
         """See :meth:`Store.delete`."""
-        self._store.delete(self._name(name))
+        self.store.delete(self._name(name))
 
     def delete_tree(self, prefix: str) -> None:
         """See :meth:`Store.delete_tree`."""
-        self._store.delete_tree(join(self._prefix, check_tree(prefix)))
+        self.store.delete_tree(join(self.prefix, check_tree(prefix)))
 
     def names(self, prefix: str) -> list[str]:
         """See :meth:`Store.names`."""
-        skip = len(self._prefix) + 1 if self._prefix else 0
-        return [name[skip:] for name in self._store.names(join(self._prefix, check_prefix(prefix)))]
+        skip = len(self.prefix) + 1 if self.prefix else 0
+        return [name[skip:] for name in self.store.names(join(self.prefix, check_prefix(prefix)))]
 
     def children(self, prefix: str) -> list[str]:
         """See :meth:`Store.children`."""
-        return self._store.children(join(self._prefix, check_prefix(prefix)))
+        return self.store.children(join(self.prefix, check_prefix(prefix)))
 
     def size(self, name: str) -> int | None:
         """See :meth:`Store.size`."""
-        return self._store.size(self._name(name))
+        return self.store.size(self._name(name))
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """See :meth:`Store.sizes`."""
-        skip = len(self._prefix) + 1 if self._prefix else 0
-        found = self._store.sizes(join(self._prefix, check_prefix(prefix)))
+        skip = len(self.prefix) + 1 if self.prefix else 0
+        found = self.store.sizes(join(self.prefix, check_prefix(prefix)))
         return {name[skip:]: size for name, size in found.items()}
 
     def put_file(self, name: str, source: Path | BinaryIO) -> None:
         """See :meth:`Store.put_file`."""
-        self._store.put_file(self._name(name), source)
+        self.store.put_file(self._name(name), source)
 
     def get_file(self, name: str, target: Path | BinaryIO) -> None:
         """See :meth:`Store.get_file`."""
-        self._store.get_file(self._name(name), target)
+        self.store.get_file(self._name(name), target)
 
     def uri(self, name: str) -> str:
         """See :meth:`Store.uri`."""
-        return self._store.uri(join(self._prefix, check_prefix(name)))
+        return self.store.uri(join(self.prefix, check_prefix(name)))
 
     def _name(self, name: str) -> str:
         # Check here too: joined to the folder, an empty name would be the folder itself.
-        return join(self._prefix, check_name(name))
-
-
-def for_run(store: Store, prefix: str) -> Store:
-    """*store* restricted to a run's folder: names are relative to it and cannot leave it."""
-    return StoreView(store, prefix)
+        return join(self.prefix, check_name(name))
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None, *, must_exist: bool = False) -> Store:

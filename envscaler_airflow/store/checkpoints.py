@@ -6,7 +6,7 @@ kinds of names count: candidates that the owner lists, and checkpoints of the at
 that an older attempt saves after a newer one began is void. A manifest of a lower claim is void too, unless
 the pod that claimed node 0 later found it (:func:`accept_manifests`).
 
-All functions take the store of the run (``for_run``).
+All functions take the folder of the run (``Run``).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ its uid and the boot id of its machine. Numbers have no gaps. A uid claims once:
 own claim and keeps it. Everything that a pod with a lower claim writes is void. Its sidecar ends the training
 as soon as it reads a higher claim.
 
-All functions take the store of the run (``for_run``).
+All functions take the folder of the run (``Run``).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.names import join
 
+FOLDER = "decisions"
 CHUNK_S = 600.0
 CHUNK_BYTES = 1 << 18
 """A chunk is closed after so many seconds or bytes. Chosen: a few objects an hour, each small to read."""
@@ -34,13 +34,12 @@ _NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 class DecisionLog:
     """Writes the checks of one observer. Several observers may write concurrently."""
 
-    def __init__(self, store: Store, prefix: str, *, writer: str, monotonic: Callable[[], float]) -> None:
-        """Continue after the last chunk that *writer* left in the run *prefix*."""
-        self._store = store
-        self._folder = join(prefix, "decisions")
+    def __init__(self, run: Store, *, writer: str, monotonic: Callable[[], float]) -> None:
+        """Continue after the last chunk that *writer* left in the folder of *run*."""
+        self._run = run
         self._writer = writer
         self._monotonic = monotonic
-        mine = [name for name in store.children(self._folder) if name.startswith(f"{writer}-")]
+        mine = [name for name in run.children(FOLDER) if name.startswith(f"{writer}-")]
         self._chunk = max((_number(name) for name in mine), default=0) + 1
         self._lines: list[dict[str, Any]] = []
         self._bytes = 0
@@ -70,31 +69,27 @@ class DecisionLog:
         text = "".join(
             json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in self._lines
         )
-        while not self._store.create(f"{self._folder}/{self._writer}-{self._chunk:06d}.jsonl", text.encode()):
+        while not self._run.create(f"{FOLDER}/{self._writer}-{self._chunk:06d}.jsonl", text.encode()):
             self._chunk += 1
         self._chunk += 1
         self._lines, self._bytes, self._opened = [], 0, self._monotonic()
 
 
-def read_decisions(
-    store: Store, prefix: str, *, newest_chunks: int | None = None
-) -> Iterator[tuple[Check, int]]:
+def read_decisions(run: Store, *, newest_chunks: int | None = None) -> Iterator[tuple[Check, int]]:
     """Yield recorded checks, oldest first, each with its number of repetitions.
 
     Chunks of other major versions, oversized chunks and torn lines are skipped: checks only explain
     decisions.
 
     Args:
-        store: Run store.
-        prefix: The run's folder.
+        run: The run's folder.
         newest_chunks: Largest number of chunks to read; all if not given.
     """
     checks: list[tuple[tuple[int, float], Check, int]] = []
-    folder = join(prefix, "decisions")
-    names = sorted(store.children(folder), key=_number)
+    names = sorted(run.children(FOLDER), key=_number)
     names = names if newest_chunks is None else names[-newest_chunks:]
     with ThreadPoolExecutor(max(1, min(READERS, len(names)))) as readers:
-        texts = readers.map(lambda name: _read_chunk(store, f"{folder}/{name}"), names)
+        texts = readers.map(lambda name: _read_chunk(run, f"{FOLDER}/{name}"), names)
         for text in texts:
             for line in text.splitlines():
                 found = _read(line)
@@ -105,9 +100,9 @@ def read_decisions(
         yield check, times
 
 
-def _read_chunk(store: Store, name: str) -> bytes:
+def _read_chunk(run: Store, name: str) -> bytes:
     try:
-        return store.read(name, max_bytes=MAX_CHUNK_BYTES) or b""
+        return run.read(name, max_bytes=MAX_CHUNK_BYTES) or b""
     except ProtocolError:
         return b""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.clock import STEP_S
-from envscaler_airflow.store.names import check_prefix, join
 
 SNAPSHOT_EVERY = 500
 """Events between two snapshots. Chosen: a run has tens of events, and 500 fold in milliseconds."""
@@ -40,25 +39,19 @@ class EventLog:
 
     def __init__(
         self,
-        store: Store,
-        prefix: str = "",
+        run: Store,
         *,
-        clock: Callable[[], float] | None = None,
         writer: str | None = None,
         snapshots: bool = True,
     ) -> None:
-        """Open the events below *prefix* without reading.
+        """Open the events of *run* without reading.
 
         Args:
-            store: The run store, or a view of the run's folder.
-            prefix: The run's folder; ``""`` for a view of it.
-            clock: The run's clock, seconds since the epoch; the store's when None.
+            run: The run's folder, whose time events get.
             writer: uuid of this writer; a new one when None. Never share one between writers.
             snapshots: False for a reader that must not write.
         """
-        self._store = store
-        self._prefix = check_prefix(prefix)
-        self._clock = clock or store.now
+        self._run = run
         self._snapshots = snapshots
         self._state = RunState()
         self._known = 0
@@ -104,7 +97,7 @@ class EventLog:
         """
         if after > self._known and self._text(after) is None:
             raise ProtocolError(f"{self._where(after)} is absent: an event cannot follow it")
-        event = Event(after + 1, event_type, body, self.writer, self._clock(), actor)
+        event = Event(after + 1, event_type, body, self.writer, self._run.now(), actor)
         won = self._settle(event_name(event.number), event.to_json())
         self._known = max(self._known, event.number)
         return event if won else None
@@ -139,7 +132,7 @@ class EventLog:
             number += 1
 
     def _dated(self, number: int) -> tuple[bytes, float | None] | None:
-        return self._store.read_dated(self._name(event_name(number)), max_bytes=MAX_EVENT_BYTES)
+        return self._run.read_dated(event_name(number), max_bytes=MAX_EVENT_BYTES)
 
     def _text(self, number: int) -> bytes | None:
         found = self._dated(number)
@@ -162,7 +155,7 @@ class EventLog:
         for _ in range(2):
             failure: StoreError | None = None
             try:
-                if self._store.create(self._name(name), text):
+                if self._run.create(name, text):
                     return True
             except StoreError as err:
                 failure = err
@@ -171,13 +164,11 @@ class EventLog:
                 return stored == text
             if failure is not None:
                 raise failure
-        raise StoreError(
-            f"{self._store.uri(self._name(name))} is said to exist and is absent", transient=True
-        )
+        raise StoreError(f"{self._run.uri(name)} is said to exist and is absent", transient=True)
 
     def _read_back(self, name: str, failure: StoreError | None) -> bytes | None:
         try:
-            return self._store.read(self._name(name), max_bytes=MAX_EVENT_BYTES)
+            return self._run.read(name, max_bytes=MAX_EVENT_BYTES)
         except ProtocolError:
             return b""  # too large to be ours
         except StoreError as err:
@@ -209,7 +200,7 @@ class EventLog:
         from envscaler_airflow.store import event_snapshots as snapshots  # noqa: PLC0415 - pydantic, only for long runs
 
         try:
-            text = self._store.read(self._name(snapshot_name(number)), max_bytes=MAX_SNAPSHOT_BYTES)
+            text = self._run.read(snapshot_name(number), max_bytes=MAX_SNAPSHOT_BYTES)
             event = self._text(number)
             if text is None or event is None:
                 return None
@@ -223,20 +214,17 @@ class EventLog:
             return
         from envscaler_airflow.store import event_snapshots as snapshots  # noqa: PLC0415 - pydantic, only for long runs
 
-        name, text = self._name(snapshot_name(state.number)), snapshots.pack(state, event=event)
+        name, text = snapshot_name(state.number), snapshots.pack(state, event=event)
         if len(text) > MAX_SNAPSHOT_BYTES:
             return
         try:
-            if not self._store.create(name, text) and self._snapshot(state.number) is None:
-                self._store.write(name, text)
+            if not self._run.create(name, text) and self._snapshot(state.number) is None:
+                self._run.write(name, text)
         except StoreError:
             return  # a snapshot only saves time
 
     def _exists(self, name: str) -> bool:
-        return self._store.size(self._name(name)) is not None
-
-    def _name(self, name: str) -> str:
-        return join(self._prefix, name)
+        return self._run.size(name) is not None
 
     def _where(self, number: int) -> str:
-        return self._store.uri(self._name(event_name(number)))
+        return self._run.uri(event_name(number))

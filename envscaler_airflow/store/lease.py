@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from envscaler_agent.protocol import SCHEMA, read_object
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.names import join
 
 LEASE = "lease/run.json"
 RENEW_EVERY_S = 60.0
@@ -45,93 +44,70 @@ class Lease:
     ages: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_lease(store: Store, prefix: str = "") -> Lease | None:
-    """The lease of the run at *prefix*; None if it was never written.
+class LeaseFile:
+    """The lease in a run's folder. Every method raises StoreError if the store does not answer."""
 
-    Raises:
-        StoreError: The store does not answer.
-        ProtocolError: The lease is not of this major version.
-    """
-    name = join(prefix, LEASE)
-    text = store.read(name, max_bytes=MAX_LEASE_BYTES)
-    if text is None:
-        return None
-    where = store.uri(name)
-    body = read_object(text, where=where, max_bytes=MAX_LEASE_BYTES)
-    counter, said = body.get("counter"), body.get("ages", {})
-    if type(counter) is not int or not 0 <= counter < MOST_RENEWALS:
-        raise ProtocolError(f"{where}: counter: got {counter!r:.80}, expected a whole number from 0 on")
-    if not isinstance(said, dict):
-        raise ProtocolError(f"{where}: ages: got {said!r:.80}, expected seconds by name")
-    ages = {
-        name: float(age) for name, age in said.items() if type(age) in (int, float) and 0 <= age <= MAX_AGE_S
-    }
-    return Lease(counter, _text(body.get("holder")), _text(body.get("waits")), ages)
+    def __init__(self, run: Store) -> None:
+        """Read and write the lease of *run*, the folder of a run."""
+        self._run = run
+
+    def read(self) -> Lease | None:
+        """Return the lease; None if it was never written.
+
+        Raises:
+            ProtocolError: The lease is not of this major version.
+        """
+        text = self._run.read(LEASE, max_bytes=MAX_LEASE_BYTES)
+        if text is None:
+            return None
+        where = self._run.uri(LEASE)
+        body = read_object(text, where=where, max_bytes=MAX_LEASE_BYTES)
+        counter, ages = body.get("counter"), body.get("ages", {})
+        if type(counter) is not int or not 0 <= counter < MOST_RENEWALS:
+            raise ProtocolError(f"{where}: counter: got {counter!r:.80}, expected a whole number from 0 on")
+        if not isinstance(ages, dict):
+            raise ProtocolError(f"{where}: ages: got {ages!r:.80}, expected seconds by name")
+        known = {
+            name: float(age)
+            for name, age in ages.items()
+            if type(age) in (int, float) and 0 <= age <= MAX_AGE_S
+        }
+        return Lease(counter, _text(body.get("holder")), _text(body.get("waits")), known)
+
+    def known(self) -> Lease:
+        """Return the lease; one with counter 0 if it was never written or cannot be parsed."""
+        try:
+            return self.read() or Lease(0)
+        except ProtocolError:
+            return Lease(0)
+
+    def renew(
+        self, *, holder: str, waits: str | None = None, ages: Mapping[str, float] | None = None
+    ) -> Lease:
+        """Raise the counter by one and write the other given values; None keeps the previous value.
+
+        A lease that cannot be parsed is replaced, because only the owner writes it.
+        """
+        last = self.known()
+        lease = Lease(
+            last.counter + 1,
+            holder,
+            last.waits if waits is None else waits,
+            dict(last.ages if ages is None else ages),
+        )
+        body = {
+            "schema": SCHEMA,
+            "counter": lease.counter,
+            "holder": holder,
+            "waits": lease.waits,
+            "ages": {name: round(seconds, 1) for name, seconds in lease.ages.items()},
+        }
+        self._run.write(LEASE, json.dumps(body, separators=(",", ":")).encode())
+        return lease
 
 
 def _text(value: object) -> str:
     return value[:MOST_TEXT] if isinstance(value, str) else ""
-
-
-def waits_of(store: Store, prefix: str = "") -> str:
-    """What nodes of the running attempt last waited for; "" when unknown.
-
-    Raises:
-        StoreError: The store does not answer.
-    """
-    try:
-        lease = read_lease(store, prefix)
-    except ProtocolError:
-        return ""
-    return lease.waits if lease else ""
-
-
-def ages_of(store: Store, prefix: str = "") -> Mapping[str, float]:
-    """Durations of the watched conditions when the lease was last renewed; {} when unknown.
-
-    Raises:
-        StoreError: The store does not answer.
-    """
-    try:
-        lease = read_lease(store, prefix)
-    except ProtocolError:
-        return {}
-    return lease.ages if lease else {}
-
-
-def renew_lease(
-    store: Store,
-    prefix: str = "",
-    *,
-    holder: str,
-    waits: str | None = None,
-    ages: Mapping[str, float] | None = None,
-) -> Lease:
-    """Raise the counter by one and write the other given values; None keeps the previous value.
-
-    A lease that cannot be parsed is replaced, because only the owner writes it.
-
-    Raises:
-        StoreError: The lease cannot be read or written.
-    """
-    try:
-        last = read_lease(store, prefix)
-    except ProtocolError:
-        last = None
-    counter = last.counter + 1 if last else 1
-    if waits is None:
-        waits = last.waits if last else ""
-    if ages is None:
-        ages = last.ages if last else {}
-    body = {
-        "schema": SCHEMA,
-        "counter": counter,
-        "holder": holder,
-        "waits": waits,
-        "ages": {name: round(seconds, 1) for name, seconds in ages.items()},
-    }
-    store.write(join(prefix, LEASE), json.dumps(body, separators=(",", ":")).encode())
-    return Lease(counter, holder, waits, dict(ages))
 
 
 class LeaseWatch:
@@ -199,20 +175,19 @@ def log_key(attempt: tuple[int, int], node: int) -> str:
     return f"g{attempt[0]}-a{attempt[1]}-n{node}"
 
 
-def read_task_log(store: Store, prefix: str) -> TaskLog:
-    """Read the log positions of the run at *prefix*; empty if absent or not parseable.
+def read_task_log(run: Store) -> TaskLog:
+    """Read the log positions of *run*; empty if absent or not parseable.
 
     A lost position only makes lines appear twice; the stage does not fail.
 
     Raises:
         StoreError: The store cannot be read.
     """
-    name = join(prefix, TASK_LOG)
     try:
-        text = store.read(name, max_bytes=MAX_BYTES)
+        text = run.read(TASK_LOG, max_bytes=MAX_BYTES)
         if text is None:
             return TaskLog()
-        body = read_object(text, where=store.uri(name), max_bytes=MAX_BYTES)
+        body = read_object(text, where=run.uri(TASK_LOG), max_bytes=MAX_BYTES)
         return TaskLog(
             _cursors(body.get("shown")),
             _cursors(body.get("kept")),
@@ -223,7 +198,7 @@ def read_task_log(store: Store, prefix: str) -> TaskLog:
         return TaskLog()
 
 
-def write_task_log(store: Store, prefix: str, log: TaskLog) -> None:
+def write_task_log(run: Store, log: TaskLog) -> None:
     """Replace the stored log positions. Raises StoreError."""
     body = {
         "schema": SCHEMA,
@@ -232,7 +207,7 @@ def write_task_log(store: Store, prefix: str, log: TaskLog) -> None:
         "host": log.host,
         "event": log.event,
     }
-    store.write(join(prefix, TASK_LOG), json.dumps(body, separators=(",", ":")).encode())
+    run.write(TASK_LOG, json.dumps(body, separators=(",", ":")).encode())
 
 
 def _cursors(body: Mapping[str, list[int]] | None) -> dict[str, Cursor]:
@@ -249,10 +224,9 @@ _MAX_BYTES = 1 << 12
 class SensorLease:
     """The lease of one run; the sensor's trigger renews it."""
 
-    def __init__(self, store: Store, prefix: str, *, monotonic: Callable[[], float]) -> None:
+    def __init__(self, run: Store, *, monotonic: Callable[[], float]) -> None:
         """Write nothing yet."""
-        self._store = store
-        self._name = f"{prefix}/{SENSOR_LEASE}"
+        self._run = run
         self._monotonic = monotonic
         self._holder = str(uuid.uuid4())
         self._counter = 0
@@ -269,17 +243,16 @@ class SensorLease:
             return
         self._counter += 1
         body = {"schema": SCHEMA, "holder": self._holder, "counter": self._counter}
-        self._store.write(self._name, json.dumps(body).encode())
+        self._run.write(SENSOR_LEASE, json.dumps(body).encode())
         self._renewed = now
 
 
 class SensorWatch:
     """Reports once that no sensor has checked a run for :data:`PATIENCE_S`, by the watcher's own clock."""
 
-    def __init__(self, store: Store, prefix: str, *, monotonic: Callable[[], float]) -> None:
+    def __init__(self, run: Store, *, monotonic: Callable[[], float]) -> None:
         """Start the wait now."""
-        self._store = store
-        self._name = f"{prefix}/{SENSOR_LEASE}"
+        self._run = run
         self._monotonic = monotonic
         self._seen: bytes | None = None
         self._changed = monotonic()
@@ -295,7 +268,7 @@ class SensorWatch:
         now = self._monotonic()
         if self._looked is not None and now - self._looked < RENEW_EVERY_S:
             return None
-        text = self._store.read(self._name, max_bytes=_MAX_BYTES)
+        text = self._run.read(SENSOR_LEASE, max_bytes=_MAX_BYTES)
         self._looked = now
         if text != self._seen:
             self._seen, self._changed, self._told = text, now, False

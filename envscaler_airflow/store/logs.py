@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from envscaler_agent import protocol
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store.base import Store, for_run
+from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
-from envscaler_airflow.store.names import join
 
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk read, bytes. Chosen: four times the largest that is written."""
@@ -15,8 +14,7 @@ CLAIM_CHUNKS = 10**9
 
 
 def read_logs(
-    store: Store,
-    prefix: str,
+    run: Store,
     *,
     attempt: tuple[int, int],
     node: int,
@@ -29,8 +27,7 @@ def read_logs(
     claimed the node since, its chunks follow.
 
     Args:
-        store: Run store.
-        prefix: The run's folder.
+        run: The run's folder.
         attempt: ``(generation, attempt)``.
         node: Index of the node.
         cursor: ``(position, byte offset in it)`` of the first byte to return. Positions are the chunks of the
@@ -41,13 +38,13 @@ def read_logs(
     parts: list[bytes] = []
     while budget > 0:
         before, chunk = divmod(position, CLAIM_CHUNKS)
-        name = join(prefix, protocol.log_name(*attempt, node, chunk, before + 1))
+        name = protocol.log_name(*attempt, node, chunk, before + 1)
         try:
-            data = store.read(name, max_bytes=MAX_CHUNK_BYTES)
+            data = run.read(name, max_bytes=MAX_CHUNK_BYTES)
         except ProtocolError as err:  # the training side wrote it: skip what cannot be read and show the rest
             data = f"[chunk {chunk} of the log is left out: {err}]\n".encode()
         if data is None:
-            if not _is_replaced(store, prefix, attempt, node, before + 1):
+            if not _is_replaced(run, attempt, node, before + 1):
                 break
             position, offset = (before + 1) * CLAIM_CHUNKS + 1, 0
             continue
@@ -61,10 +58,7 @@ def read_logs(
     return b"".join(parts), (position, offset)
 
 
-def _is_replaced(store: Store, prefix: str, attempt: tuple[int, int], node: int, claim: int) -> bool:
+def _is_replaced(run: Store, attempt: tuple[int, int], node: int, claim: int) -> bool:
     """True when another pod has claimed the node since."""
     generation, number = attempt
-    known = newest_claim(
-        for_run(store, prefix), generation=generation, attempt=number, node=node, known=claim
-    )
-    return known > claim
+    return newest_claim(run, generation=generation, attempt=number, node=node, known=claim) > claim

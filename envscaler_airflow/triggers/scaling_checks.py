@@ -15,7 +15,7 @@ from envscaler_airflow.hooks.states import OVER
 from envscaler_airflow.owner.observe import Observer, Sight
 from envscaler_airflow.run import RunState
 from envscaler_airflow.scaling import Ask, Check
-from envscaler_airflow.store import Store
+from envscaler_airflow.store import Run, Store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.store.lease import SensorLease
 
@@ -25,7 +25,7 @@ last retries end before."""
 
 
 @dataclass(slots=True)
-class _Run:
+class _Checked:
     """One observed run."""
 
     observer: Observer
@@ -59,7 +59,7 @@ class Checks:
     until: float | None = None
     monotonic: Callable[[], float] = time.monotonic
     clock: Callable[[], float] | None = None
-    _runs: dict[str, _Run] = field(default_factory=dict)
+    _runs: dict[str, _Checked] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -122,17 +122,11 @@ class Checks:
             return [str(self.map_index)]
         return self.store.children(self.folder)
 
-    def _open(self, prefix: str) -> _Run:
-        observer = Observer(
-            store=self.store,
-            prefix=prefix,
-            backend=self.backend,
-            ask=self.ask,
-            monotonic=self.monotonic,
-            clock=self.clock,
-        )
-        log = DecisionLog(self.store, prefix, writer=self.writer, monotonic=self.monotonic)
-        return _Run(observer, log, SensorLease(self.store, prefix, monotonic=self.monotonic))
+    def _open(self, prefix: str) -> _Checked:
+        run = Run(self.store, prefix, clock=self.clock)
+        observer = Observer(run=run, backend=self.backend, ask=self.ask, monotonic=self.monotonic)
+        log = DecisionLog(run, writer=self.writer, monotonic=self.monotonic)
+        return _Checked(observer, log, SensorLease(run, monotonic=self.monotonic))
 
     def _ended(self, states: Mapping[str, str | None]) -> dict[str, Any] | None:
         seen = {name: run.sight for name, run in self._runs.items() if run.sight is not None}

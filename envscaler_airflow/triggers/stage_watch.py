@@ -16,14 +16,13 @@ from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.owner.close import close_behind
-from envscaler_airflow.owner.freeze import thaw_spec
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.run.narration import transfer_text
-from envscaler_airflow.store import Store
-from envscaler_airflow.store.events import EventLog, event_name
-from envscaler_airflow.store.lease import SensorWatch, renew_lease, waits_of
+from envscaler_airflow.store import Run
+from envscaler_airflow.store.events import event_name
+from envscaler_airflow.store.lease import SensorWatch
 from envscaler_airflow.triggers.tail import Shown, Tail, labelled
 
 LOG_BYTES_PER_LOOK = 64 << 10
@@ -63,8 +62,7 @@ class Look:
 
     def __init__(
         self,
-        store: Store,
-        prefix: str,
+        run: Run,
         watching: Watching,
         *,
         compute: str,
@@ -77,28 +75,26 @@ class Look:
         Raises:
             SpecError: This store does not contain the run: it is not the operator's store.
         """
-        if store.size(f"{prefix}/{event_name(watching.number)}") is None:
+        if run.size(event_name(watching.number)) is None:
             raise SpecError(
-                f"{store.uri(prefix)}: the triggerer does not see this run; operator, triggerer, API server "
+                f"{run.url}: the triggerer does not see this run; operator, triggerer, API server "
                 "and machines must all see the same [envscaler] store_url"
             )
-        self._store, self._prefix, self._holder = store, prefix, holder
+        self._run, self._holder = run, holder
         self._nodes = watching.nodes if watching.attempt else 0
-        self._waits = waits_of(store, prefix)
+        self._waits = run.lease.known().waits
         self._is_begun = False
         self._told = frozenset({self._waits} - {""})
         backend = _shared(compute)
         self._watch = Watch(
-            store=store,
-            prefix=prefix,
+            run=run,
             backend=backend,
             watching=watching,
             monotonic=monotonic,
             poll_s=poll_s,
         )
         self._tail = Tail(
-            store,
-            prefix,
+            run,
             attempt=(watching.generation, watching.attempt),
             nodes=self._nodes,
             holder=holder,
@@ -106,8 +102,8 @@ class Look:
         )
         self._transfers = TransferNews(nodes=self._nodes, monotonic=monotonic)
         self._sensor: SensorWatch | None = None
-        if watching.attempt and _is_scaled(store, prefix):
-            self._sensor = SensorWatch(store, prefix, monotonic=monotonic)
+        if watching.attempt and _is_scaled(run):
+            self._sensor = SensorWatch(run, monotonic=monotonic)
 
     @classmethod
     def open(
@@ -123,8 +119,8 @@ class Look:
     ) -> Look:
         """Observe a run with settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
-        told = Watching.from_dict(watching)
-        return cls(store, prefix, told, compute=compute, holder=holder, poll_s=poll_s)
+        run, told = Run(store, prefix), Watching.from_dict(watching)
+        return cls(run, told, compute=compute, holder=holder, poll_s=poll_s)
 
     def once(self, say: Callable[[str], object]) -> dict[str, Any] | None:
         """Log new lines of the training; return the :class:`Wake` that the owner is needed for, if any.
@@ -151,7 +147,7 @@ class Look:
     def _keep_ages(self) -> None:
         """Keep ages for the next watcher, however soon the owner was needed."""
         with contextlib.suppress(StoreError):
-            renew_lease(self._store, self._prefix, holder=self._holder, ages=self._watch.ages())
+            self._run.lease.renew(holder=self._holder, ages=self._watch.ages())
 
     def _ages(self) -> Mapping[str, float] | None:
         """Return the ages for the next watcher; None, which keeps the stored ones, before the first poll."""
@@ -175,7 +171,7 @@ class Look:
             self._told |= {""}
         if waits != self._waits:
             with contextlib.suppress(StoreError):
-                renew_lease(self._store, self._prefix, holder=self._holder, waits=waits)
+                self._run.lease.renew(holder=self._holder, waits=waits)
                 self._waits = waits
 
 
@@ -187,11 +183,10 @@ def _shared(compute: str) -> Backend:
     return backend
 
 
-def _is_scaled(store: Store, prefix: str) -> bool:
+def _is_scaled(run: Run) -> bool:
     """Return True if the frozen spec asks for scaling; False if that is unknown."""
     try:
-        spec_hash = EventLog(store, prefix, snapshots=False).load().spec_hash
-        return thaw_spec(store, prefix, spec_hash).scaling is not None
+        return run.spec(run.events.load().spec_hash).scaling is not None
     except ProtocolError:
         return False
 
@@ -209,8 +204,8 @@ def kill(
 
     Its end is recorded in a background thread: nothing else records it, since no execution follows.
     """
-    store, backend = store_place(store_url, store_conn_id).open(), open_backend(compute)
+    run, backend = Run(store_place(store_url, store_conn_id).open(), prefix), open_backend(compute)
     reason = "the task was marked or deleted while it was deferred"
-    asked = kill_quietly(store, prefix, backend, ti_id=ti_id, try_number=try_number, reason=reason)
-    close_behind(store, prefix, backend, ti_id=ti_id, try_number=try_number)
+    asked = kill_quietly(run, backend, ti_id=ti_id, try_number=try_number, reason=reason)
+    close_behind(run, backend, ti_id=ti_id, try_number=try_number)
     return asked

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from envscaler_airflow.store import Store, renew_lease
+from envscaler_airflow.store import Run
 from envscaler_airflow.store.lease import BEGIN, RENEW_EVERY_S, Cursor, log_key, read_task_log, write_task_log
 from envscaler_airflow.store.logs import read_logs
 
@@ -32,17 +32,15 @@ class Tail:
 
     def __init__(
         self,
-        store: Store,
-        prefix: str,
+        run: Run,
         *,
         attempt: tuple[int, int],
         nodes: int,
         holder: str,
         monotonic: Callable[[], float],
     ) -> None:
-        """Follow *attempt* of the run at *prefix*; *holder* renews the lease."""
-        self._store = store
-        self._prefix = prefix
+        """Follow *attempt* of *run*; *holder* renews the lease."""
+        self._run = run
         self._attempt = attempt
         self._nodes = nodes
         self._holder = holder
@@ -55,13 +53,12 @@ class Tail:
         Raises:
             StoreError: The store cannot be read or written; nothing was shown.
         """
-        log, found = read_task_log(self._store, self._prefix), []
+        log, found = read_task_log(self._run), []
         shown = dict(log.shown)
         for node in range(self._nodes):
             key = log_key(self._attempt, node)
             shown_node, shown[key], used = read_lines(
-                self._store,
-                self._prefix,
+                self._run,
                 attempt=self._attempt,
                 node=node,
                 cursor=shown.get(key, BEGIN),
@@ -70,9 +67,9 @@ class Tail:
             budget -= used
             found += [shown_node] if used else []
         if found:
-            write_task_log(self._store, self._prefix, replace(log, shown=shown, host=platform.node()))
+            write_task_log(self._run, replace(log, shown=shown, host=platform.node()))
         if self._is_due():
-            renew_lease(self._store, self._prefix, holder=self._holder, ages=ages)
+            self._run.lease.renew(holder=self._holder, ages=ages)
             self._renewed = self._monotonic()
         return found
 
@@ -81,14 +78,14 @@ class Tail:
 
 
 def read_lines(
-    store: Store, prefix: str, *, attempt: tuple[int, int], node: int, cursor: Cursor, budget: int
+    run: Run, *, attempt: tuple[int, int], node: int, cursor: Cursor, budget: int
 ) -> tuple[Shown, Cursor, int]:
     """Return complete lines of *node* from *cursor* on, the cursor after them, and their bytes.
 
     Raises:
         StoreError: The store cannot be read.
     """
-    data, (chunk, offset) = read_logs(store, prefix, attempt=attempt, node=node, cursor=cursor, budget=budget)
+    data, (chunk, offset) = read_logs(run, attempt=attempt, node=node, cursor=cursor, budget=budget)
     data, offset = _whole_lines(data, offset)
     if not data:
         return Shown(node, []), cursor, 0

@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 
 from envscaler_agent.protocol import Control, Manifest
-from envscaler_airflow.owner.freeze import thaw_spec
 from envscaler_airflow.owner.report import run_report
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import replay
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
-from envscaler_airflow.store.lease import read_lease
 from envscaler_airflow.store.logs import read_logs
 from envscaler_airflow.store.names import is_manifest
+from envscaler_airflow.store.run import Run
 
 HERE = Path(__file__).parent
 RELEASES = sorted(path.name for path in HERE.iterdir() if (path / "run").is_dir())
@@ -38,7 +35,7 @@ def test_events_fold_into_the_run_that_they_were(release):
     """A move from cpu-1 to cpu-2, then a success, delivered."""
     _, store = release
 
-    state = EventLog(store, "run", snapshots=False).load()
+    state = Run(store, "run").events.load()
 
     assert (state.status, state.generation, state.unknown) == ("succeeded", 1, ())
     assert [attempt.outcome for attempt in state.attempts] == ["left", "succeeded"]
@@ -49,7 +46,7 @@ def test_events_fold_into_the_run_that_they_were(release):
 def test_the_bill_is_the_one_that_was_delivered(release):
     """The same events give the same report."""
     _, store = release
-    state = EventLog(store, "run", snapshots=False).load()
+    state = Run(store, "run").events.load()
     delivered = json.loads(store.read("run/result.json"))["report"]
 
     got = run_report(state, now=0.0)
@@ -63,18 +60,18 @@ def test_every_file_of_the_run_is_read(release):
     _, store = release
 
     key = RunKey.from_dict(json.loads(store.read("run/run.json"))["key"])
-    spec = thaw_spec(store, "run", EventLog(store, "run", snapshots=False).load().spec_hash)
+    spec = Run(store, "run").spec(Run(store, "run").events.load().spec_hash)
     plan = json.loads(store.read("run/plan.json"))
     control = Control.from_json(store.read("run/control/g1-a1.json"), where="t")
-    status = read_status(store, "run", attempt=(1, 2), node=0)
-    text, _ = read_logs(store, "run", attempt=(1, 2), node=0)
+    status = Run(store, "run").status((1, 2))
+    text, _ = read_logs(Run(store, "run"), attempt=(1, 2), node=0)
     manifests = [name for name in store.names("run") if is_manifest(name)]
 
     assert (key.task_id, spec.name) == ("train", "train")
     assert [Allocation.from_dict(item).name for item in plan["targets"]] == ["local/cpu-1", "local/cpu-2"]
     assert control.action == "leave"
     assert (status.phase, status.progress.step) == ("ended", 900)
-    assert read_lease(store, "run").counter > 0
+    assert Run(store, "run").lease.read().counter > 0
     assert text.startswith(b"from step 1")
     assert len(manifests) == 3
     for name in manifests:
@@ -85,7 +82,7 @@ def test_recorded_decisions_are_decided_the_same_way(release):
     """The replay of a recorded log gives the recorded decisions."""
     _, store = release
 
-    checks = [check for check, _ in read_decisions(store, "run")]
+    checks = [check for check, _ in read_decisions(Run(store, "run"))]
 
     assert any(check.decision.action == "move" for check in checks)
     assert [replay(check).action for check in checks] == [check.decision.action for check in checks]

@@ -9,7 +9,8 @@ from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.store import EventLog, check_store, deployment_of, for_run, open_store
+from envscaler_airflow.store import EventLog, check_store, deployment_of, open_store
+from envscaler_airflow.store.run import Run
 
 BUCKET = "runs"
 ODD_NAMES = [
@@ -285,7 +286,7 @@ def test_a_uri_opens_the_folder_again(place, store):
 def test_a_run_sees_its_folder_only(place, store, tmp_path):
     """Names are relative to the run, and cannot reach its neighbour."""
     store.write("d/dag/run1/x", b"neighbour")
-    run = for_run(store, "d/dag/run2")
+    run = Run(store, "d/dag/run2")
     (tmp_path / "up").write_bytes(b"2")
 
     assert run.create("a/1", b"1") is True
@@ -334,7 +335,7 @@ def test_a_store_that_others_may_share_needs_a_deployment(place, store):
 
 def test_of_two_events_with_one_number_one_stays(place, store):
     """The loser gets the refusal, folds, and appends its own event after the winner's."""
-    mine, other = EventLog(store, "run"), EventLog(open_store(*place), "run")
+    mine, other = Run(store, "run").events, Run(open_store(*place), "run").events
 
     won = mine.append(0, "generation", {"generation": 1, "spec_hash": "a"})
     lost = other.append(0, "generation", {"generation": 1, "spec_hash": "b"})
@@ -368,25 +369,25 @@ class LostAnswer:
 
 def test_an_event_whose_answer_was_lost_is_recognised(store):
     """The writer reads the number back and finds its own uuid."""
-    log = EventLog(LostAnswer(store, written=True), "run")
+    log = Run(LostAnswer(store, written=True), "run").events
 
     event = log.append(0, "generation", {"generation": 1, "spec_hash": "a"})
 
     assert event is not None
-    assert EventLog(store, "run").read() == [event]
+    assert Run(store, "run").events.read() == [event]
 
 
 def test_a_lost_answer_hides_no_winner(store):
     """If the number has another writer's event, the race is lost: that is not an error."""
-    theirs = EventLog(store, "run").append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    theirs = Run(store, "run").events.append(0, "generation", {"generation": 1, "spec_hash": "a"})
 
-    assert EventLog(LostAnswer(store, written=True), "run").append(0, "failed", {"reason": "x"}) is None
-    assert EventLog(store, "run").read() == [theirs]
+    assert Run(LostAnswer(store, written=True), "run").events.append(0, "failed", {"reason": "x"}) is None
+    assert Run(store, "run").events.read() == [theirs]
 
 
 def test_an_event_that_did_not_arrive_is_an_error(store):
     """The number has no event, and it may or may not appear later."""
-    log = EventLog(LostAnswer(store, written=False), "run")
+    log = Run(LostAnswer(store, written=False), "run").events
 
     with pytest.raises(StoreError, match="the answer was lost"):
         log.append(0, "generation", {"generation": 1, "spec_hash": "a"})

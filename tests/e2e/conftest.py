@@ -21,8 +21,8 @@ from envscaler_airflow.backends.kubernetes.security import rbac
 from envscaler_airflow.backends.local.node_plan import attempt_name
 from envscaler_airflow.run import AttemptState, Event, RunState
 from envscaler_airflow.store import EventLog, RunKey, Store, open_store
-from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.checkpoints import complete_checkpoints
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def airflow(
 
 
 @dataclass
-class Run:
+class StageRun:
     """One run of the stage ``train`` in a DAG run, seen from outside: Airflow, store, processes and pods.
 
     Attributes:
@@ -178,7 +178,7 @@ class Run:
 
     def wait_checkpoint(self, *, timeout_s: float = 60) -> None:
         """Return once a checkpoint of the current generation is complete in the store."""
-        store = for_run(self.store, self.key.prefix)
+        store = Run(self.store, self.key)
         self.until(
             "a checkpoint",
             lambda: complete_checkpoints(store, self.state().generation),
@@ -187,7 +187,7 @@ class Run:
 
     def log(self) -> EventLog:
         """The run's events."""
-        return EventLog(self.store, self.key.prefix, snapshots=False)
+        return Run(self.store, self.key).events
 
     def events(self) -> list[Event]:
         """All of them."""
@@ -304,14 +304,14 @@ class Starter:
         """Write ledgers to *folder*; run ids begin with the test's *name*."""
         self._airflow, self.cluster, self._gates, self._folder = airflow, cluster, gates, folder
         self._name = re.sub(r"[^a-zA-Z0-9_]", "_", name)[:50]
-        self._runs: list[Run] = []
+        self._runs: list[StageRun] = []
 
-    def __call__(self, dag_id: str, *, held: str | None = None, **conf: Any) -> Run:
+    def __call__(self, dag_id: str, *, held: str | None = None, **conf: Any) -> StageRun:
         """One DAG run with *conf* as params, stopped at a gate on request."""
         number = len(self._runs)
         run_id = f"{self._name}_{number}_{os.getpid()}"
         ledger = self._folder / f"ledger-{number}"
-        run = Run(self._airflow, self.cluster, dag_id, run_id, ledger, self._gates)
+        run = StageRun(self._airflow, self.cluster, dag_id, run_id, ledger, self._gates)
         if held:
             run.gate(held).touch()
         self._airflow.trigger_dag(dag_id, run_id=run_id, conf={"ledger": str(run.ledger), **conf})
@@ -341,7 +341,7 @@ def begin(
 @pytest.fixture(scope="session")
 def finished(
     airflow: AirflowServices, cluster: Cluster, gates: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+) -> StageRun:
     """A stage of one step that has succeeded, for tests that only read its results."""
     run = Starter(airflow, cluster, gates, tmp_path_factory.mktemp("finished"), "finished")("stage", steps=1)
     assert run.wait_end() == "success"

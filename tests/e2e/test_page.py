@@ -23,7 +23,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 if TYPE_CHECKING:
-    from e2e.conftest import Run
+    from e2e.conftest import StageRun
 
 PICTURE = os.environ.get("ENVSCALER_PICTURE")
 FLAGS = (
@@ -55,7 +55,7 @@ def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
 class Tab:
     """The tab of one task instance."""
 
-    def __init__(self, browser: webdriver.Chrome, run: Run) -> None:
+    def __init__(self, browser: webdriver.Chrome, run: StageRun) -> None:
         """Open the task instance as a user does, and its tab."""
         self.browser = browser
         self.wait = WebDriverWait(browser, 60)
@@ -100,7 +100,7 @@ def test_a_person_follows_a_stage_to_its_end(browser: webdriver.Chrome, begin: C
         browser.save_screenshot(PICTURE)
 
 
-def test_the_page_is_dark_where_the_reader_is(browser: webdriver.Chrome, finished: Run):
+def test_the_page_is_dark_where_the_reader_is(browser: webdriver.Chrome, finished: StageRun):
     """The page follows the browser's preference."""
     query = f"run_id={quote(finished.run_id)}&task_id=train"
     address = f"{finished.airflow.url}/envscaler/dags/stage/training?{query}"
@@ -114,7 +114,7 @@ def test_the_page_is_dark_where_the_reader_is(browser: webdriver.Chrome, finishe
     assert seen == ["rgba(255, 255, 255, 1)", "rgba(18, 22, 29, 1)"]
 
 
-def test_a_task_that_does_not_train_says_so(finished: Run):
+def test_a_task_that_does_not_train_says_so(finished: StageRun):
     """Every task has the tab; for a task that is not a stage it shows no run."""
     address = f"{finished.airflow.url}/envscaler/dags/stage/training"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 if TYPE_CHECKING:
-    from e2e.conftest import Run
+    from e2e.conftest import StageRun
 
 
 def test_airflow_lists_provider_and_plugin(airflow: AirflowServices):
@@ -41,7 +41,7 @@ def test_a_store_connection_can_be_tested_from_the_ui(airflow: AirflowServices):
     assert "not an absolute path" in bad["message"]
 
 
-def test_a_stage_links_to_its_folder_in_the_store(finished: Run):
+def test_a_stage_links_to_its_folder_in_the_store(finished: StageRun):
     """The link exists once the first execution has opened the store."""
     path = f"/dags/{finished.dag_id}/dagRuns/{finished.run_id}/taskInstances/train/links"
 

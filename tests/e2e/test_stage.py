@@ -7,6 +7,7 @@ from collections.abc import Callable
 from e2e.crowds import Scenarios
 
 from envscaler_airflow.owner.request import request_move
+from envscaler_airflow.store.run import Run
 
 SCENARIOS = Scenarios()
 together = SCENARIOS.together
@@ -49,8 +50,7 @@ def test_the_task_log_holds_every_line_over_five_deferrals(begin: Callable):
         run.wait_step(5 + 25 * deferral)
         live = run.state().live
         request = request_move(
-            run.store,
-            run.key.prefix,
+            Run(run.store, run.key),
             target=live.allocation,
             from_attempt=(live.generation, live.number),
             because={"reason": "to where it is", "numbers": {}, "check": {}},

@@ -11,6 +11,7 @@ import psutil
 from e2e.crowds import Scenarios
 
 from envscaler_airflow.owner.request import request_stop
+from envscaler_airflow.store.run import Run
 
 LONG = 600
 """More steps than any test waits for."""
@@ -31,7 +32,7 @@ def is_over(pid: int) -> bool:
 
 def cancel(run) -> None:
     """`envscaler cancel`."""
-    request_stop(run.store, run.key.prefix, reason="cancelled", by="test")
+    request_stop(Run(run.store, run.key), reason="cancelled", by="test")
 
 
 def clear(run) -> None:

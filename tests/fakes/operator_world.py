@@ -18,7 +18,8 @@ from envscaler_agent.protocol import Ended, Status, status_name
 from envscaler_airflow import EnvStageOperator
 from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.operators import execution
-from envscaler_airflow.store import EventLog, check_store, open_store
+from envscaler_airflow.store import check_store, open_store
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ScriptedBackend
 
 SPEC = """\
@@ -88,7 +89,7 @@ class World:
         self.store = open_store(f"file://{tmp_path}/store")
         check_store(self.store)
         self.backend = ScriptedBackend(ends_on_stop=False)
-        self.log = EventLog(self.store, PREFIX)
+        self.log = Run(self.store, PREFIX).events
         self.params = {}
         self.dag_run_keeps = {}
         self.airflow_says = "success"

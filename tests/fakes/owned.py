@@ -18,7 +18,7 @@ from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store.base import open_store
-from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import Run
 
 
 class Owned:
@@ -73,7 +73,7 @@ class Owned:
 
     def state(self, name: str = "one"):
         """State folded from the run's events."""
-        return EventLog(self.store, self.prefix(name), snapshots=False).load()
+        return Run(self.store, self.prefix(name)).events.load()
 
     def checkpoints(self, name: str = "one") -> dict[str, dict]:
         """Manifest of every complete checkpoint."""
@@ -106,7 +106,7 @@ class Owned:
         live = self.state(name).live
         offers = LocalBackend(self.folder / "attempts").offers()
         offer = next(each for each in offers if each.instance_type == to)
-        log = EventLog(self.store, self.prefix(name), snapshots=False)
+        log = Run(self.store, self.prefix(name)).events
         asked, answer, until = None, None, time.monotonic() + patience_s
         while time.monotonic() < until:
             later = log.read(after=asked.number) if asked is not None else ()
@@ -115,8 +115,7 @@ class Owned:
                 return
             if asked is None or answer is not None:
                 asked = request_move(
-                    self.store,
-                    self.prefix(name),
+                    Run(self.store, self.prefix(name)),
                     target=Allocation(offer, nodes),
                     from_attempt=(live.generation, live.number),
                     because={"reason": "the test says so", "forced": True},

@@ -17,8 +17,9 @@ from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.store import for_run, open_store
+from envscaler_airflow.store import open_store
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
+from envscaler_airflow.store.run import Run
 
 PREFIX = "dep/dag/run/train/-1"
 SPEC = """
@@ -41,7 +42,7 @@ class Plain:
         (folder / "store").mkdir()
         (folder / "spec.yaml").write_text(spec)
         self.url = f"file://{folder}/store"
-        self.store = for_run(open_store(self.url), PREFIX)
+        self.store = Run(open_store(self.url), PREFIX)
         self.backend = LocalBackend(folder / "root")
         self.python = python
         self.spec = load_spec(folder / "spec.yaml").to_dict()

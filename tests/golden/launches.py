@@ -27,17 +27,17 @@ from envscaler_airflow.backends.local.node_plan import (
     render_attempt as render_for_local,
 )
 from envscaler_airflow.envspec import load_spec
-from envscaler_airflow.owner.freeze import attempt_request, freeze, spec_name, write
+from envscaler_airflow.owner.freeze import attempt_request, freeze, write
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState
 from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.setup import lay_out
 from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
-from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.manifests import upload, walk, write_manifest
+from envscaler_airflow.store.run import Run, spec_name
 
 SPECS = DATA / "specs"
 STORE_URL = "s3://runs"
@@ -183,17 +183,19 @@ class _Launched:
         (folder / "store").mkdir(parents=True)
         store = FileStore(folder / "store")
         frozen = freeze(self.spec, store)
-        write(store, self.key, frozen)
+        write(Run(store, self.key), frozen)
         frozen.discard()
         self.hash, self.document = frozen.spec_hash, dict(frozen.document)
-        self.store = for_run(store, self.key.prefix)
+        self.store = Run(store, self.key)
         self.request = self._request(store)
 
     def _request(self, store):
         case = self.case
         live = AttemptState(1, case.number, case.allocation, **case.attempt)
         stage = Stage(spec=None, spec_source="", resolve_secret=lambda reference: f"value of {reference}")
-        found = attempt_request(store, self.key, stage, self.spec, live, spec_hash=self.hash, grace_s=30.0)
+        found = attempt_request(
+            Run(store, self.key), stage, self.spec, live, spec_hash=self.hash, grace_s=30.0
+        )
         return replace(found, **{"store_url": STORE_URL, **case.request})
 
     def files(self) -> dict[str, str]:

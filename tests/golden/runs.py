@@ -29,9 +29,9 @@ from envscaler_airflow.owner.request import accept_delivery, request_move, reque
 from envscaler_airflow.owner.stage import Delivered, Stage, StoppedError, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ElasticBackend, ManualClock
 
 KEY = RunKey("golden", "dag", "run", "train")
@@ -77,7 +77,7 @@ class Recorder:
         self.store = FrozenStore(folder / "store")
         self.store.clock = self.clock
         self.backend = ElasticBackend(offers, clock=self.clock, ends_on_stop=False)
-        self.log = EventLog(self.store, KEY.prefix)
+        self.log = Run(self.store, KEY).events
         self.tries = self.most = 0
         self.saved = {}
 
@@ -87,12 +87,10 @@ class Recorder:
         spec = self.folder / "train.yaml"
         spec.write_text(spec.read_text() + more)
         return Controller(
-            store=self.store,
-            key=KEY,
+            run=Run(self.store, KEY, clock=self.clock.time),
             backend=self.backend,
             actor=self.actor,
             stage=Stage(spec=load_spec(spec), spec_source="train.yaml", budget_usd=budget_usd),
-            clock=self.clock.time,
         )
 
     @property
@@ -161,7 +159,7 @@ class Recorder:
         self.end(1000, "succeeded", exit_code=0, save=True)
         got = owner.resume(Wake("status"))
         assert isinstance(got, Delivered), got
-        accept_delivery(self.store, KEY.prefix, self.actor)
+        accept_delivery(Run(self.store, KEY), self.actor)
 
     def drain(self, step):
         """Let the live attempt save and end, as the owner requests."""
@@ -172,7 +170,7 @@ class Recorder:
         live = self.live
         because = {"reason": f"{target.name} saves $1.00", "numbers": {}, "forced": forced}
         attempt = (live.generation, live.number)
-        request_move(self.store, KEY.prefix, target=target, from_attempt=attempt, because=because)
+        request_move(Run(self.store, KEY), target=target, from_attempt=attempt, because=because)
 
     def events(self):
         """All events of the store, with names in place of random values."""
@@ -256,7 +254,7 @@ def cancel(run):
     owner = run.owner()
     owner.enter()
     run.report(100)
-    request_stop(run.store, KEY.prefix, reason="cancelled", by="user")
+    request_stop(Run(run.store, KEY), reason="cancelled", by="user")
     owner.resume(Wake("request"))
     run.drain(120)
     with pytest.raises(StoppedError):

@@ -20,7 +20,8 @@ from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.operators import arguments
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.store import check_store, for_run
+from envscaler_airflow.store import check_store
+from envscaler_airflow.store.run import Run
 
 KEY, SECRET = "AKIAEXAMPLE", "secret-of-the-connection"
 ROLE = "arn:aws:iam::123456789012:role/runs"
@@ -342,7 +343,7 @@ def test_keys_of_a_connection_open_the_store_on_a_machine(connect, tmp_path):
     """The sidecar has no identity here; the training gets none, and no file contains the secret."""
     connect()
     place = store_place(None, "store")
-    store = for_run(place.open(), "dep/dag/run/train/-1")
+    store = Run(place.open(), "dep/dag/run/train/-1")
     store.write("spec-0.json", json.dumps(SPEC).encode())
     store.write(control_name(1, 1), Control(sequence=1).to_json())
     backend = LocalBackend(tmp_path / "root")

@@ -11,9 +11,9 @@ import pytest
 
 from envscaler_agent.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.backends.kubernetes import install
-from envscaler_airflow.store import for_run, open_store
-from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store import open_store
 from envscaler_airflow.store.logs import read_logs
+from envscaler_airflow.store.run import Run
 
 PREFIX = "team/dag/run/task/0"
 TRAIN = """
@@ -97,11 +97,11 @@ class Pod:
 def pods(tmp_path):
     """Makes pods on one store, and ends their processes."""
     url = f"file://{tmp_path}/store"
-    store = for_run(open_store(url), PREFIX)
+    store = Run(open_store(url), PREFIX)
     spec = {"version": "v1", "name": "s", "entrypoint": ["x"]}
     store.write("spec-0.json", json.dumps(spec).encode())
     store.write(control_name(1, 1), Control().to_json())
-    renew_lease(open_store(url), PREFIX, holder="test")
+    Run(open_store(url), PREFIX).lease.renew(holder="test")
     made = []
 
     def make(name, **options):
@@ -122,7 +122,7 @@ def ends(process, *, seconds=40):
 def output(store, node=0):
     """All output of a node, from the store."""
     root = open_store(store.url.removesuffix(f"/{PREFIX}"))
-    return read_logs(root, PREFIX, attempt=(1, 1), node=node, budget=1 << 20)[0].decode()
+    return read_logs(Run(root, PREFIX), attempt=(1, 1), node=node, budget=1 << 20)[0].decode()
 
 
 def status(store, node=0):

@@ -18,7 +18,8 @@ from envscaler_airflow.hooks import states
 from envscaler_airflow.owner.reap import reap
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
+from envscaler_airflow.store import RunKey, check_store, open_store
+from envscaler_airflow.store.run import Run
 
 ALLOCATION = Allocation(Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0))
 
@@ -41,7 +42,7 @@ class World:
 
     def run(self, key):
         """Start an attempt of the run *key*; the name of its Job."""
-        log, owner = EventLog(self.store, key.prefix), Actor("ti-1", 1, 3)
+        log, owner = Run(self.store, key).events, Actor("ti-1", 1, 3)
         self.store.write(f"{key.prefix}/spec-h.json", json.dumps(SPEC).encode())
         self.store.write(f"{key.prefix}/run.json", json.dumps({"key": key.to_dict()}).encode())
         request = AttemptRequest(self.store.url, key.prefix, "dag.train", 1, 1, ALLOCATION, ("train",))
@@ -97,7 +98,7 @@ def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
     assert [(one.handle.name, one.reason) for one in first] == [(gone, "its task is failed in Airflow")]
     assert only_said == first
     assert [one["metadata"]["name"] for one in world.cluster.list(JOBS, "default")] == [good]
-    state = EventLog(world.store, GONE.prefix).load()
+    state = Run(world.store, GONE).events.load()
     assert (state.status, [attempt.outcome for attempt in state.attempts]) == ("stopped", ["stopped"])
     assert state.attempts[0].ended["usage"]
 
@@ -105,9 +106,9 @@ def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
 def test_a_job_whose_run_has_ended_is_removed(world):
     """Airflow is not asked: the run's events show the end."""
     name = world.run(GONE)
-    EventLog(world.store, GONE.prefix).append(3, "failed", {"generation": 1, "reason": "r"}, actor=None)
+    Run(world.store, GONE).events.append(3, "failed", {"generation": 1, "reason": "r"}, actor=None)
     ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
-    EventLog(world.store, GONE.prefix).append(4, "attempt-ended", ended, actor=None)
+    Run(world.store, GONE).events.append(4, "attempt-ended", ended, actor=None)
 
     assert [one.handle.name for one in reap(world.store, world.backend)] == [name]
     assert world.cluster.list(JOBS, "default") == []
@@ -140,7 +141,7 @@ def test_a_store_that_holds_nothing_of_a_deployment_ends_nothing(world, tmp_path
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     (tmp_path / "store").mkdir()
     empty = open_store(world.store.url)
-    EventLog(empty, OTHER.prefix).append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=None)
+    Run(empty, OTHER).events.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=None)
 
     assert list(reap(empty, world.backend)) == []
     assert world.live() == {name}
@@ -152,9 +153,9 @@ def test_a_run_that_cannot_be_told_is_left_alone(world, text):
     good, gone = world.run(GOOD), world.run(GONE)
     ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
     for key in (GOOD, GONE):
-        EventLog(world.store, key.prefix).append(3, "attempt-ended", ended, actor=None)
+        Run(world.store, key).events.append(3, "attempt-ended", ended, actor=None)
     if text is None:
-        EventLog(world.store, GOOD.prefix).append(4, "attempt-revived", {}, actor=None)
+        Run(world.store, GOOD).events.append(4, "attempt-revived", {}, actor=None)
     else:
         world.store.write(f"{GOOD.prefix}/events/000005.json", text)
 

@@ -15,7 +15,8 @@ from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.volumes import no_mounts
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.store import for_run, open_store
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.run import Run
 
 PREFIX = "dep/dag/run/train/-1"
 pytestmark = pytest.mark.timeout(
@@ -35,7 +36,7 @@ def wait_for(look, claim):
     raise AssertionError(found)
 
 
-class Run:
+class LocalRun:
     """One run in a store of its own, and a backend."""
 
     def __init__(self, tmp_path):
@@ -43,7 +44,7 @@ class Run:
         self.folder = tmp_path
         (tmp_path / "store").mkdir()
         self.url = f"file://{tmp_path / 'store'}"
-        self.store = for_run(open_store(self.url), PREFIX)
+        self.store = Run(open_store(self.url), PREFIX)
         self.backend = LocalBackend(tmp_path / "root")
 
     def start(self, script, *, spec="", **changes):
@@ -84,7 +85,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path):
     """A run; processes that it leaves are killed."""
-    made = Run(tmp_path)
+    made = LocalRun(tmp_path)
     yield made
     for handle in made.backend.attempts():
         made.backend.stop(handle, grace_s=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from envscaler_airflow.store.base import Store, check_store, open_store
-from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import Run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,7 +79,7 @@ def test_two_nodes_meet_at_the_address_of_node_zero(tmp_path: Path) -> None:
     store, folder = run_pair(tmp_path)
 
     prefix = str(folder.relative_to(tmp_path / "store"))
-    assert EventLog(store, prefix, snapshots=False).load().status == "succeeded"
+    assert Run(store, prefix).events.load().status == "succeeded"
     printed = {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
     assert printed == {"g1-a1-n0-c1-000001.log": "met 64 32 1\n", "g1-a1-n1-c1-000001.log": "met 64 32 1\n"}
     statuses = [json.loads(path.read_text()) for path in sorted((folder / "status").iterdir())]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from envscaler_airflow.store.base import check_store, open_store
-from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import Run
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -109,7 +109,7 @@ class Shell:
 
     def state(self, name: str = "one"):
         """State folded from the run's events."""
-        return EventLog(self.store, self.prefix(name), snapshots=False).load()
+        return Run(self.store, self.prefix(name)).events.load()
 
     def await_step(self, step: int, *, attempt: int = 1, name: str = "one") -> None:
         """Wait until the attempt has reported *step*."""
@@ -361,11 +361,12 @@ from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run import Run
 url, prefix, root, handle, number = sys.argv[1:]
 handle = json.loads(handle)
 backend = create_backend("local", {"root": root})
 watching = Watching(int(number), 1, attempt=1, handle=handle)
-wake = Watch(store=open_store(url), prefix=prefix, backend=backend, watching=watching).poll()
+wake = Watch(run=Run(open_store(url), prefix), backend=backend, watching=watching).poll()
 states = [node.state for node in backend.observe(Handle.from_dict(handle)).nodes]
 print(json.dumps([states, wake.kind if wake else None]))
 """

@@ -26,10 +26,11 @@ from envscaler_agent.protocol import (
     control_name,
     status_name,
 )
-from envscaler_airflow.store import for_run, manifests, open_store
+from envscaler_airflow.store import manifests, open_store
 from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_checkpoint
-from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.lease import LeaseFile
+from envscaler_airflow.store.run import Run
 
 PREFIX = "team/dag/run/task/0"
 BUCKET = "runs"
@@ -76,7 +77,7 @@ class Node:
         self.folder.mkdir()
         self.spool = self.folder / "spool"
         self.url, self.attempt, self.node, self.nodes = url, attempt, node, nodes
-        self.store = for_run(open_store(url, options), PREFIX)
+        self.store = Run(open_store(url, options), PREFIX)
         self.process = None
         layout = {"spec": "spec-0.json", "store_options": options or {}, **layout}
         (self.folder / "layout.json").write_text(json.dumps(layout))
@@ -161,10 +162,10 @@ def nodes(tmp_path):
 
 def owned(url, options=None, *, attempt=1, spec=None, **control):
     """What the owner writes before an attempt starts; the run's store."""
-    store = for_run(open_store(url, options), PREFIX)
+    store = Run(open_store(url, options), PREFIX)
     store.write("spec-0.json", json.dumps(spec or {}).encode())
     store.write(control_name(1, attempt), Control(**control).to_json())
-    renew_lease(store, holder="test")
+    LeaseFile(store).renew(holder="test")
     return store
 
 

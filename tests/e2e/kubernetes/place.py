@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from envscaler_agent.protocol import Control, control_name
+from envscaler_agent.protocol import Control
 from envscaler_airflow.backends.base import AttemptRequest, Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.client import RefusedError
@@ -20,10 +20,9 @@ from envscaler_airflow.owner.foreground import Holder
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store import RunKey, check_store, for_run, open_store
-from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store import RunKey, check_store, open_store
 from envscaler_airflow.store.logs import read_logs
+from envscaler_airflow.store.run import Run
 
 NEEDED = ("KUBECONFIG", "ENVSCALER_IMAGE", "ENVSCALER_STORE_URL")
 LOGIN = "envscaler-test-store"
@@ -112,7 +111,7 @@ class Place:
             "entrypoint": ["python3", "-c", script],
             **fields,
         }
-        return Run(self, EnvSpec.from_dict(spec))
+        return ClusterRun(self, EnvSpec.from_dict(spec))
 
     def pods(self):
         """Pods of this namespace that belong to envscaler."""
@@ -162,7 +161,7 @@ class Place:
             self.backend.cluster.delete(path, uid=self._made)
 
 
-class Run:
+class ClusterRun:
     """One run, owned by a thread of the test."""
 
     def __init__(self, place, spec):
@@ -170,14 +169,13 @@ class Run:
         self.place = place
         self.spec = spec
         self.key = RunKey("e2e", "kubernetes", uuid.uuid4().hex[:12], spec.name)
+        self.run = Run(place.store, self.key)
         self.result = self.error = None
         now = time.time_ns()
         actor = Actor(str(uuid.uuid4()), now, now, life="e2e")
         stage = Stage(spec=spec, spec_source="test")
-        controller = Controller(
-            store=place.store, key=self.key, backend=place.backend, actor=actor, stage=stage
-        )
-        self._holder = Holder(controller, place.store, self.key.prefix, place.backend, actor)
+        controller = Controller(run=self.run, backend=place.backend, actor=actor, stage=stage)
+        self._holder = Holder(controller, self.run, place.backend, actor)
         self._thread = threading.Thread(target=self._hold, daemon=True)
 
     def start(self):
@@ -201,13 +199,11 @@ class Run:
 
     def state(self):
         """State folded from its events."""
-        return EventLog(self.place.store, self.key.prefix, snapshots=False).load()
+        return Run(self.place.store, self.key).events.load()  # the owner's thread has its own
 
     def output(self, *, attempt=1, node=0):
         """Output of a node so far, from the store."""
-        data, _ = read_logs(
-            self.place.store, self.key.prefix, attempt=(1, attempt), node=node, budget=1 << 20
-        )
+        data, _ = read_logs(self.run, attempt=(1, attempt), node=node, budget=1 << 20)
         return data.decode()
 
     def shows(self, text, *, seconds=120, **which):
@@ -233,10 +229,10 @@ class Run:
 
     def alone(self, allocation):
         """Start one attempt on *allocation* without an owner; returns its handle."""
-        store, spec = for_run(self.place.store, self.key.prefix), self.spec.to_dict()
-        store.write("spec-0.json", json.dumps(spec).encode())
-        store.write(control_name(1, 1), Control().to_json())
-        renew_lease(self.place.store, self.key.prefix, holder="test")
+        spec = self.spec.to_dict()
+        self.run.write("spec-0.json", json.dumps(spec).encode())
+        self.run.write_control((1, 1), Control())
+        self.run.lease.renew(holder="test")
         request = AttemptRequest(
             store_url=self.place.store.url,
             run_prefix=self.key.prefix,
@@ -259,4 +255,4 @@ class Run:
 
     def stop(self):
         """Request its cancellation."""
-        request_stop(self.place.store, self.key.prefix, reason="test", by="test")
+        request_stop(self.run, reason="test", by="test")

@@ -8,8 +8,7 @@ from contract.test_backend_contract import *  # noqa: F403 - the suite is the sa
 from e2e.kubernetes.place import Place
 
 from envscaler_agent.protocol import Control, control_name
-from envscaler_airflow.store import for_run
-from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.run import Run
 
 pytestmark = pytest.mark.timeout(240)
 WAITS = """
@@ -58,10 +57,10 @@ class ClusterHarness:
 
     def prepare(self, request):
         """Write what an owner writes before it starts an attempt."""
-        store = for_run(self._place.store, request.run_prefix)
+        store = Run(self._place.store, request.run_prefix)
         store.write("spec-0.json", b'{"version": "v1", "name": "train", "entrypoint": ["x"]}')
         store.write(control_name(request.generation, request.attempt), Control().to_json())
-        renew_lease(self._place.store, request.run_prefix, holder="test")
+        store.lease.renew(holder="test")
 
     def command(self):
         """Print the text before the number, and exit with the number."""

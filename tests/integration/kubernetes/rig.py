@@ -10,8 +10,8 @@ from envscaler_airflow.owner.stage import Stage, Waiting, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import check_store, open_store
-from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run
 
 OFFER = Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0)
 
@@ -33,10 +33,9 @@ class Stagehand:
         self.backend = backend
         self.store = open_store(f"file://{folder}/store")
         check_store(self.store)
-        self.log = EventLog(self.store, KEY.prefix)
+        self.log = Run(self.store, KEY).events
         self.owner = Controller(
-            store=self.store,
-            key=KEY,
+            run=Run(self.store, KEY),
             backend=backend,
             actor=Actor("ti", 1, 3),
             stage=Stage(EnvSpec.from_dict(body), "train.yaml", value_of_hour=0.0, budget_usd=budget_usd),

@@ -11,6 +11,7 @@ from envscaler_airflow.errors import BackendError, NoOfferError, RunFailedError,
 from envscaler_airflow.owner import close
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.stockouts import stockouts
 
 CLAIM = {"name": "d", "source": "pvc://data", "mount_path": "/data"}
@@ -250,8 +251,8 @@ def test_a_task_that_was_marked_failed_leaves_nothing_open(cluster, stage, monke
     run.begin()
     cluster.advance(1800)
 
-    assert kill_quietly(run.store, KEY.prefix, run.backend, ti_id="ti", reason="marked failed")
-    state = close.close(run.store, KEY.prefix, run.backend, ti_id="ti")
+    assert kill_quietly(Run(run.store, KEY), run.backend, ti_id="ti", reason="marked failed")
+    state = close.close(Run(run.store, KEY), run.backend, ti_id="ti")
 
     [attempt] = state.attempts
     [job] = ours(cluster, JOBS)

@@ -15,6 +15,7 @@ from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
 
 CHECKPOINT = {"every": "10m"}
@@ -34,7 +35,7 @@ def move(run, target):
         status = Status(generation=1, attempt=1, node=node, sequence=1, phase="running", progress=said)
         run.store.write(f"{KEY.prefix}/{status_name(1, 1, node)}", status.to_json())
     because = {"reason": "test", "forced": True}
-    request_move(run.store, KEY.prefix, target=target, from_attempt=(1, 1), because=because)
+    request_move(Run(run.store, KEY), target=target, from_attempt=(1, 1), because=because)
     run.goes_on(lambda state: state.live.change is None, reason="request")
     return run.log.read()[-1]
 
@@ -119,11 +120,7 @@ def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_he
     cluster.advance(50 + 60 + 30 + 240)
     clock, waiting = ManualClock(), run.owner.resume(Wake("status"))
     watch = Watch(
-        store=run.store,
-        prefix=KEY.prefix,
-        backend=run.backend,
-        watching=waiting.watching,
-        monotonic=clock.monotonic,
+        run=Run(run.store, KEY), backend=run.backend, watching=waiting.watching, monotonic=clock.monotonic
     )
 
     for sequence in range(1, 40):
@@ -147,10 +144,11 @@ def decision(run, usage):
     """The last of the sensor's checks, one every 15 s: one for each aggregate of *usage*."""
     clock = ManualClock()
     observer = Observer(
-        store=run.store, prefix=KEY.prefix, backend=run.backend,
+        run=Run(run.store, KEY, clock=clock.time),
+        backend=run.backend,
         candidates=tuple(Allocation(offer) for offer in run.backend.offers()),
-        monotonic=clock.monotonic, clock=clock.time,
-    )  # fmt: skip
+        monotonic=clock.monotonic,
+    )
     for look, used in enumerate(usage, 1):
         progress = Progress(step=10 * look, total_steps=4000, epoch=look, epochs=400, elapsed_s=15.0 * look)
         said = Status(generation=1, attempt=1, claim=1, sequence=look, phase="running", progress=progress)

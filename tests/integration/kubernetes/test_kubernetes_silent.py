@@ -17,12 +17,11 @@ from envscaler_agent.protocol import (
 )
 from envscaler_airflow.backends.kubernetes.job_snapshot import index_of
 from envscaler_airflow.owner.request import request_move
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.store import for_run
 from envscaler_airflow.store.checkpoints import complete_checkpoints, prune
 from envscaler_airflow.store.claims import Claim, take_claim
+from envscaler_airflow.store.run import Run
 
 SILENT_S = 50 + 60 + 30 + 240
 """From the last heartbeat until the pod is overdue by more than three minutes."""
@@ -32,7 +31,7 @@ QUIET = {0: 200.0}
 def claims(run, pod):
     """First action of the sidecar of *pod*: returns its claim's number."""
     claim = Claim(uid=pod["metadata"]["uid"])
-    return take_claim(for_run(run.store, KEY.prefix), claim, generation=1, attempt=1, node=index_of(pod))
+    return take_claim(Run(run.store, KEY), claim, generation=1, attempt=1, node=index_of(pod))
 
 
 def reports(run, pod, claim, *, sequence=1, step=10, ended=None):
@@ -91,7 +90,7 @@ def test_a_node_that_comes_back_after_its_pod_was_replaced_trains_no_more(cluste
     cluster.advance(60)
     run.owner.resume(Wake("status"))
 
-    said = read_status(run.store, KEY.prefix, attempt=(1, 1), node=0)
+    said = Run(run.store, KEY).status((1, 1))
     assert second["metadata"]["uid"] != first["metadata"]["uid"]
     assert (said.claim, said.progress.step) == (2, 20)
     assert (run.state.status, run.state.live.number) == ("active", 1)
@@ -150,7 +149,7 @@ def test_an_elastic_stage_grows_beside_a_silent_node_without_a_second_pod_of_it(
     reports(run, first, 1, sequence=2)
     target = Allocation(run.state.live.allocation.offer, 3)
     because = {"reason": "test", "forced": True}
-    request_move(run.store, KEY.prefix, target=target, from_attempt=(1, 1), because=because)
+    request_move(Run(run.store, KEY), target=target, from_attempt=(1, 1), because=because)
 
     for sequence in range(3, 8):
         reports(run, first, 1, sequence=sequence)
@@ -180,7 +179,7 @@ def test_the_sidecar_of_a_lost_pod_deletes_nothing_that_the_next_attempt_was_pro
     """It is cut off before its pod ends, and continues to clean up when the next attempt has started (A5)."""
     run, first = begun()
     names = [saved(run, step) for step in (10, 20, 30, 40)]
-    store = for_run(run.store, KEY.prefix)
+    store = Run(run.store, KEY)
     clear_up = {"generation": 1, "attempt": 1, "claim": 1, "candidates": (), "keep": 2}
     cluster.pod("").exit(1, "main")
     run.goes_on(lambda state: state.live is not None and state.live.number == 2 and state.live.handle)

@@ -9,6 +9,7 @@ from fakes.run_events import SMALL, begun, intended, run, started
 
 from envscaler_airflow.cli import cancel
 from envscaler_airflow.store.file import FileStore
+from envscaler_airflow.store.run import Run
 
 ON_CLUSTER = replace(SMALL, offer=replace(SMALL.offer, cloud="kubernetes"))
 
@@ -26,6 +27,6 @@ def test_the_machines_of_an_intent_are_looked_for_where_it_was_to_start(tmp_path
     """Its owner may have started it and died before it could record the start (A4)."""
     monkeypatch.setattr(cancel, "create_backend", lambda kind, _settings: kind)
     monkeypatch.setattr(cancel, "shell_backend", lambda: "local")
-    asked = cancel._Cancel(FileStore(tmp_path), "shell/shell/one/train/-1", print)
+    asked = cancel._Cancel(Run(FileStore(tmp_path), "shell/shell/one/train/-1"), print)
 
     assert asked._backend_of(run(*events)) == name

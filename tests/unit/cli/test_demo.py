@@ -29,7 +29,7 @@ from envscaler_airflow.cli.follow import StageStory
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import open_store
-from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.airflow_api import AirflowApi
 
 PREFIX = "local/dag/run/train/-1"
@@ -41,14 +41,14 @@ def _allocation(cpus):
     return Allocation(offer).to_dict()
 
 
-class Run:
+class RecordedRun:
     """A run in a store of its own, to which a test appends."""
 
     def __init__(self, folder):
         """Start with an empty store."""
         self.store = open_store(str(folder))
-        self.log = EventLog(self.store, PREFIX, clock=lambda: 0.0)
-        self.story = StageStory(self.store, PREFIX, "train")
+        self.log = Run(self.store, PREFIX, clock=lambda: 0.0).events
+        self.story = StageStory(Run(self.store, PREFIX), "train")
         self.number = 0
 
     def append(self, kind, **body):
@@ -86,7 +86,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path):
     """A run whose first attempt has started on one CPU."""
-    made = Run(tmp_path)
+    made = RecordedRun(tmp_path)
     made.append("generation", spec_hash="0" * 64, reason="first start")
     made.begin(1, cpus=1, reason="first attempt")
     return made

@@ -19,8 +19,9 @@ from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.owner.stage import Stage, Waiting, Watching
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor, AttemptState, RunState
-from envscaler_airflow.store import EventLog, check_store, open_store
+from envscaler_airflow.store import check_store, open_store
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend
 
 CPU = Allocation(Offer("local", "", "cpu-1", "on-demand", 1, 4.0, usd_per_hour=0.36))
@@ -66,7 +67,7 @@ def store(tmp_path):
 @pytest.fixture
 def owner(store):
     """An owner of a run that has not started; its voice keeps the lines."""
-    return Foreground(store, KEY, Stage(None, "s.yaml"), ScriptedBackend(), Heard(), Actor("me"))
+    return Foreground(Run(store, KEY), Stage(None, "s.yaml"), ScriptedBackend(), Heard(), Actor("me"))
 
 
 def ended(**body):
@@ -184,7 +185,7 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch, number):
 
 def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
     """The backend's own message about an attempt that could not start (F6)."""
-    log = EventLog(store, KEY.prefix)
+    log = Run(store, KEY).events
     log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("me"))
     intended = {"generation": 1, "attempt": 1, "allocation": CPU.to_dict(), "reason": "r"}
     log.append(1, "attempt-intended", intended, actor=Actor("me"))
@@ -214,7 +215,7 @@ def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
 
 def test_what_a_node_says_of_itself_is_said_once(owner, store):
     """A full store, as the sidecar finds it; another number in the same message is not news (F6)."""
-    watch = Watch(store=store, prefix=KEY.prefix, backend=ScriptedBackend(), watching=Watching(0, 1))
+    watch = Watch(run=Run(store, KEY), backend=ScriptedBackend(), watching=Watching(0, 1))
     for words in (
         "outputs: No space left; retrying in 2 s",
         "outputs: No space left; retrying in 4 s",
@@ -236,7 +237,7 @@ def test_an_error_of_the_store_is_said(owner):
 
 def test_a_run_that_could_not_begin_is_recorded_as_failed(owner, store):
     """It would look active for ever (F5)."""
-    log = EventLog(store, KEY.prefix)
+    log = Run(store, KEY).events
     log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("me"))
     owner._holder.controller = Ended(NoOfferError("nothing fits"))
 
@@ -250,7 +251,7 @@ def test_a_run_that_could_not_begin_is_recorded_as_failed(owner, store):
 @pytest.mark.parametrize("err", [StoreError("away", transient=True), StoreError("away")])
 def test_a_run_of_another_is_not_ended(owner, store, err):
     """Nor one that may start when the store answers again."""
-    log = EventLog(store, KEY.prefix)
+    log = Run(store, KEY).events
     log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("another"))
     owner._holder.controller = Ended(err)
 

@@ -14,15 +14,15 @@ from envscaler_agent.protocol import Manifest
 from envscaler_airflow.cli import inspect as inspect_module
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.cancel import REASON, OwnerGoneError, await_end
-from envscaler_airflow.cli.common import load_state, shell_key
+from envscaler_airflow.cli.common import shell_key
 from envscaler_airflow.cli.owners import OWNER, owner_of, shown_status, write_owner
 from envscaler_airflow.cli.tables import RunRow, print_runs
 from envscaler_airflow.images.locks import LOCK, Lock
 from envscaler_airflow.owner.act import Controller
 from envscaler_airflow.run import Actor, RunState
 from envscaler_airflow.store.base import open_store
-from envscaler_airflow.store.events import EventLog, event_name
-from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.events import event_name
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ScriptedBackend
 
 IN_CONTAINER = "d/shell/nightly/train/-1"
@@ -36,7 +36,7 @@ def store(tmp_path):
     made = open_store(f"file://{tmp_path}/store")
     made.write(f"{IN_CONTAINER}/{LOCK}", Lock("train", "3.11", image="localhost/train:1").to_text().encode())
     made.write(f"{NOT_BEGUN}/{LOCK}", Lock("train", "3.11").to_text().encode())
-    EventLog(made, BEGUN).append(0, "generation", {"generation": 1, "reason": "entered", "spec_hash": "0"})
+    Run(made, BEGUN).events.append(0, "generation", {"generation": 1, "reason": "entered", "spec_hash": "0"})
     return made
 
 
@@ -82,7 +82,7 @@ def test_a_torn_run_is_listed_beside_the_others(call, store, name):
 def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
     """As given to ``submit --name``, and as its folder is written; another name finds nothing."""
     key = shell_key(store, name, "train")
-    EventLog(store, key.prefix).append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
+    Run(store, key).events.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
 
     for words in (name, key.prefix, key.prefix.split("/")[2]):
         assert json.loads(call("status", "--json", words).stdout)["run"] == key.prefix
@@ -93,17 +93,17 @@ def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
 def test_who_waits_for_a_run_without_an_owner_is_told(store):
     """Its lease is not renewed three times: the shell would wait for ever. Until then it waits."""
     now, looks = [0.0], []
-    EventLog(store, BEGUN).append(1, "owner", {"reason": "r"}, actor=Actor("airflow"))
+    Run(store, BEGUN).events.append(1, "owner", {"reason": "r"}, actor=Actor("airflow"))
 
     def sleep(seconds):
         now[0] += seconds
         looks.append(now[0])
         if now[0] < 1800:
-            renew_lease(store, BEGUN, holder="owner")
+            Run(store, BEGUN).lease.renew(holder="owner")
 
-    renew_lease(store, BEGUN, holder="owner")
+    Run(store, BEGUN).lease.renew(holder="owner")
     with pytest.raises(OwnerGoneError, match="its lease was not renewed for 3 min 10 s"):
-        await_end(store, BEGUN, sleep, lambda: now[0])
+        await_end(Run(store, BEGUN), sleep, lambda: now[0])
 
     assert 1980 < looks[-1] < 2000
 
@@ -114,13 +114,13 @@ class TestOwners:
     @pytest.fixture
     def owned(self, store):
         """A run that this process owns."""
-        EventLog(store, BEGUN).append(1, "owner", {"reason": "r"}, actor=Actor("me"))
-        write_owner(store, BEGUN, "me", ScriptedBackend(()))
-        return load_state(store, BEGUN)
+        Run(store, BEGUN).events.append(1, "owner", {"reason": "r"}, actor=Actor("me"))
+        write_owner(Run(store, BEGUN), "me", ScriptedBackend(()))
+        return Run(store, BEGUN).events.load()
 
     def test_a_process_of_this_machine_that_runs_is_there(self, store, owned):
         """The process itself shows it, at once."""
-        found = owner_of(store, BEGUN, owned)
+        found = owner_of(Run(store, BEGUN), owned)
 
         assert (found.presence, found.why) == ("there", "the process runs")
         assert found.name.endswith(f":{os.getpid()}")
@@ -131,18 +131,18 @@ class TestOwners:
         body["process"]["start"] -= 1
         store.write(f"{BEGUN}/{OWNER}", json.dumps(body).encode())
 
-        assert owner_of(store, BEGUN, owned).presence == "gone"
+        assert owner_of(Run(store, BEGUN), owned).presence == "gone"
 
     def test_of_another_machine_the_age_of_the_lease_tells(self, store, owned, monkeypatch):
         """Renewed a minute ago: alive. An hour ago: gone, by the store's clock, and shown as such."""
         body = json.loads(store.read(f"{BEGUN}/{OWNER}"))
         body["machine"]["host"] = "another"
         store.write(f"{BEGUN}/{OWNER}", json.dumps(body).encode())
-        renew_lease(store, BEGUN, holder="me")
+        Run(store, BEGUN).lease.renew(holder="me")
         renewed, found = store.now(), []
         for later_s in (60.0, 3600.0):
             monkeypatch.setattr(type(store), "now", lambda _store, later_s=later_s: renewed + later_s)
-            found.append(owner_of(store, BEGUN, owned))
+            found.append(owner_of(Run(store, BEGUN), owned))
         soon, late = found
 
         assert (soon.presence, late.presence, late.is_by_age) == ("there", "gone", True)
@@ -153,7 +153,7 @@ class TestOwners:
         """Then only the lease counts, and it does not exist."""
         store.write(f"{BEGUN}/{OWNER}", text)
 
-        assert owner_of(store, BEGUN, owned).name == "a shell"
+        assert owner_of(Run(store, BEGUN), owned).name == "a shell"
 
     @pytest.mark.parametrize(
         ("status", "presence", "shown"),
@@ -182,7 +182,7 @@ def test_who_follows_a_run_that_no_owner_watches_is_told(call, store, monkeypatc
 
 def test_a_list_is_filtered_by_status_name_and_age(call, store):
     """Several statuses, separated by commas; an unknown one is refused (F5)."""
-    old = EventLog(store, "d/shell/old/train/-1", clock=lambda: 1000.0)
+    old = Run(store, "d/shell/old/train/-1", clock=lambda: 1000.0).events
     old.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
     old.append(1, "stopped", {"generation": 1, "reason": "asked"})
 
@@ -206,21 +206,21 @@ def test_a_run_that_no_owner_watches_is_stopped_by_cancel_itself(call, store, wo
         got.stdout
         == f"{BEGUN}: no owner watches it: -, no process has taken it\n{BEGUN}: stopped: {REASON}\n"
     )
-    assert load_state(store, BEGUN).status == "stopped"
+    assert Run(store, BEGUN).events.load().status == "stopped"
 
 
 def test_a_run_of_airflow_that_no_owner_watches_keeps_its_owner(call, store):
     """Only its task may take it over: the request waits for the next try, and cancel reports that (F5)."""
     prefix = "d/retrain/manual/train/-1"
     begun = {"generation": 1, "reason": "entered", "spec_hash": "0"}
-    EventLog(store, prefix).append(0, "generation", begun, actor=Actor("ti-1"))
+    Run(store, prefix).events.append(0, "generation", begun, actor=Actor("ti-1"))
 
     got = call("cancel", "--wait", "retrain/manual/train")
 
     assert "no owner watches it: Airflow, try 1, it has no lease" in got.stdout
     assert "the next try of its task finds the request and stops" in got.stdout
-    assert load_state(store, prefix).owner.ti_id == "ti-1"
-    assert [item.type for item in load_state(store, prefix).pending] == ["stop-requested"]
+    assert Run(store, prefix).events.load().owner.ti_id == "ti-1"
+    assert [item.type for item in Run(store, prefix).events.load().pending] == ["stop-requested"]
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])
@@ -230,7 +230,7 @@ def test_who_is_interrupted_before_the_run_is_theirs_stops_nobody(store, monkeyp
     spec.write_text("version: v1\nname: train\nbase: {image: a:1}\nentrypoint: [python3, -V]\n")
     key, owner = shell_key(store, "held", "train"), Actor("another")
     begun = {"generation": 1, "reason": "entered", "spec_hash": "0"}
-    EventLog(store, key.prefix).append(0, "generation", begun, actor=owner)
+    Run(store, key).events.append(0, "generation", begun, actor=owner)
 
     def interrupted(_controller):
         raise KeyboardInterrupt
@@ -239,7 +239,7 @@ def test_who_is_interrupted_before_the_run_is_theirs_stops_nobody(store, monkeyp
     got = CliRunner().invoke(main, [command, "-f", str(spec), "--name", "held", "--store", store.url])
 
     assert (got.exit_code, got.stderr.strip()) == (130, "-- SIGINT: nothing was started")
-    assert EventLog(store, key.prefix).load().pending == ()
+    assert Run(store, key).events.load().pending == ()
 
 
 def test_an_attempt_that_there_is_not_is_told(call):

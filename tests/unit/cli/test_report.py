@@ -11,7 +11,7 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import open_store
-from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -27,7 +27,7 @@ class Story:
         """A generation that has started."""
         self.clock = ManualClock(time=BEGAN)
         self.url = f"file://{tmp_path}/store"
-        self.log = EventLog(open_store(self.url), RUN, clock=self.clock.time)
+        self.log = Run(open_store(self.url), RUN, clock=self.clock.time).events
         self.attempts = self.events = 0
         self.add("generation", spec_hash="0", reason="first start")
 

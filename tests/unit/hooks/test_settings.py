@@ -19,13 +19,12 @@ from envscaler_airflow.hooks.secrets import resolve_secret
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store import (
-    EventLog,
     check_store,
     checkpoints,
-    for_run,
     manifests,
     open_store,
 )
+from envscaler_airflow.store.run import Run
 
 CONNECTION = """{
   "conn_type": "envscaler_store", "login": "AKIDEXAMPLE", "password": "s3cr3t-key",
@@ -262,10 +261,10 @@ def hook(tmp_path, monkeypatch):
     check_store(store)
     made = CheckpointHook()
     key = made.key("dag", "run", "train")
-    log = EventLog(store, key.prefix)
+    log = Run(store, key).events
     log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=Actor("ti", 1, 3))
     for step in (10, 20):
-        save(for_run(store, key.prefix), tmp_path, step)
+        save(Run(store, key), tmp_path, step)
     return made
 
 

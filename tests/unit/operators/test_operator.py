@@ -23,9 +23,9 @@ from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.operators import arguments as asked
 from envscaler_airflow.operators.arguments import chosen_parameters, spec_path
 from envscaler_airflow.operators.links import RunStoreLink, store_page
-from envscaler_airflow.owner.freeze import read_parameters
 from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store.lease import read_task_log
+from envscaler_airflow.store.run import Run
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_the_log_of_the_ended_attempt_is_shown_to_its_end(world, capsys):
     world.resume(operator, ti)
 
     assert capsys.readouterr().out.count("step 2") == 1
-    assert read_task_log(world.store, PREFIX).kept == {"g1-a1-n0": (2, 0)}
+    assert read_task_log(Run(world.store, PREFIX)).kept == {"g1-a1-n0": (2, 0)}
 
 
 def test_on_kill_stops_nothing(world):
@@ -421,4 +421,4 @@ class TestRenderedTemplates:
         world.execute(operator)
 
         spec_hash = world.log.load().spec_hash
-        assert read_parameters(world.store, PREFIX, spec_hash) == operator.parameters
+        assert Run(world.store, PREFIX).parameters(spec_hash) == operator.parameters

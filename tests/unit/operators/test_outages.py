@@ -11,6 +11,7 @@ from envscaler_airflow.operators import execution
 from envscaler_airflow.owner.retry import is_passing, postponed
 from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.owner.stage import Wake, Watching
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ManualClock
 from envscaler_airflow.triggers.stage_trigger import settle_s
 
@@ -160,11 +161,7 @@ def test_an_answer_ends_the_count(world, faulty):
 def watch_of(world, watching, clock):
     """Return what a trigger watches with."""
     return Watch(
-        store=world.store,
-        prefix=PREFIX,
-        backend=world.backend,
-        watching=watching,
-        monotonic=clock.monotonic,
+        run=Run(world.store, PREFIX), backend=world.backend, watching=watching, monotonic=clock.monotonic
     )
 
 

@@ -9,8 +9,9 @@ import pytest
 from envscaler_agent.protocol import log_name
 from envscaler_airflow.operators import execution
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.store import EventLog, check_store, open_store
+from envscaler_airflow.store import check_store, open_store
 from envscaler_airflow.store.lease import TaskLog, read_task_log, write_task_log
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.backend import cpu_offer
 from envscaler_airflow.triggers.tail import Tail, labelled
 
@@ -24,7 +25,7 @@ class TaskLogView:
         """Start one attempt."""
         self.store = open_store(f"file://{tmp_path}/store")
         check_store(self.store)
-        self.events = EventLog(self.store, PREFIX)
+        self.events = Run(self.store, PREFIX).events
         self.number = 0
         self.execution, self.trigger = [], []
         self.append("generation", generation=1, spec_hash="0" * 64, reason="first start")
@@ -54,8 +55,7 @@ class TaskLogView:
     def look(self):
         """Let the trigger check once."""
         tail = Tail(
-            self.store,
-            PREFIX,
+            Run(self.store, PREFIX),
             attempt=(1, self.attempt),
             nodes=self.nodes,
             holder="t",
@@ -66,7 +66,7 @@ class TaskLogView:
 
     def execute(self, *, goes_on):
         """Let an execution write its log; Airflow drops the trigger's when the next one begins."""
-        execution.Transcript(self.store, PREFIX, self.execution.append).write(goes_on=goes_on)
+        execution.Transcript(Run(self.store, PREFIX), self.execution.append).write(goes_on=goes_on)
         if goes_on:
             self.trigger = []
 
@@ -213,6 +213,6 @@ def test_a_position_that_cannot_be_read_begins_anew(view, text):
     """Repeated lines do no harm; a stage that fails because of its log does (F1)."""
     view.store.write(f"{PREFIX}/lease/log.json", text)
 
-    assert read_task_log(view.store, PREFIX) == TaskLog()
-    write_task_log(view.store, PREFIX, TaskLog({"g1-a1-n0": (2, 5)}, {}, "host", 3))
-    assert read_task_log(view.store, PREFIX) == TaskLog({"g1-a1-n0": (2, 5)}, {}, "host", 3)
+    assert read_task_log(Run(view.store, PREFIX)) == TaskLog()
+    write_task_log(Run(view.store, PREFIX), TaskLog({"g1-a1-n0": (2, 5)}, {}, "host", 3))
+    assert read_task_log(Run(view.store, PREFIX)) == TaskLog({"g1-a1-n0": (2, 5)}, {}, "host", 3)

@@ -15,6 +15,7 @@ from envscaler_airflow.operators.execution import LIFE_KEY
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog
+from envscaler_airflow.store.run import Run
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def types(world):
 
 def cancel(world):
     """Do what `envscaler cancel` does."""
-    request_stop(world.store, PREFIX, reason="cancelled", by="me")
+    request_stop(Run(world.store, PREFIX), reason="cancelled", by="me")
 
 
 def leave(world):

@@ -23,8 +23,8 @@ from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import check_store, open_store
-from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -89,7 +89,7 @@ class World:
         self.backend = backend(offers, clock=self.clock, ends_on_stop=False)
         self.tries = 0
         self.life, self.born = "life-1", 0
-        self.log = EventLog(self.store, KEY.prefix)
+        self.log = Run(self.store, KEY).events
 
     def controller(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0, restart="resume"):
         """Return an owner for the next try of the task; a different *max_tries* means a clear."""
@@ -104,7 +104,7 @@ class World:
             restart=restart,
         )
         return Controller(
-            store=store, key=KEY, backend=backend, actor=actor, stage=stage, clock=self.clock.time
+            run=Run(store, KEY, clock=self.clock.time), backend=backend, actor=actor, stage=stage
         )
 
     def mortal(self, lives):
@@ -211,8 +211,7 @@ class World:
         live = self.state.live
         because = {"reason": "faster", "numbers": {}, "forced": True}
         return request_move(
-            self.store,
-            KEY.prefix,
+            Run(self.store, KEY),
             target=target or Allocation(cpu_offer(vcpus)),
             from_attempt=(live.generation, live.number),
             because=because,
@@ -225,12 +224,10 @@ class World:
     def watch(self, waiting):
         """Return what a trigger sees first."""
         return Watch(
-            store=self.store,
-            prefix=KEY.prefix,
+            run=Run(self.store, KEY, clock=self.clock.time),
             backend=self.backend,
             watching=waiting.watching,
             monotonic=self.clock.monotonic,
-            clock=self.clock.time,
         )
 
 

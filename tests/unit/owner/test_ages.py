@@ -6,7 +6,8 @@ import pytest
 
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import Wake, Watching
-from envscaler_airflow.store.lease import Lease, ages_of, read_lease, renew_lease
+from envscaler_airflow.store.lease import Lease
+from envscaler_airflow.store.run import Run
 
 OVERDUE_S = 90.0
 """Grace of 30 s and the margin of 60 s."""
@@ -20,7 +21,7 @@ def watch_again(world, waiting):
 
 def renew(world, watch):
     """Renew the lease as a trigger does every minute."""
-    renew_lease(world.store, world.prefix, holder="trigger", ages=watch.ages())
+    Run(world.store, world.prefix).lease.renew(holder="trigger", ages=watch.ages())
 
 
 def stopping(world):
@@ -28,7 +29,7 @@ def stopping(world):
     owner = world.controller()
     owner.enter()
     world.say()
-    request_stop(world.store, world.prefix, reason="enough", by="me")
+    request_stop(Run(world.store, world.prefix), reason="enough", by="me")
     return owner, owner.resume(Wake("request"))
 
 
@@ -62,7 +63,10 @@ def test_a_slice_in_between_begins_nothing_anew(world):
         waiting = owner.resume(Wake("status"))
 
     assert wake.kind == "overdue"
-    assert ages_of(world.store, world.prefix) == {"stopping-g1-a1": OVERDUE_S, "quiet-g1-a1-n0": 90.0}
+    assert Run(world.store, world.prefix).lease.known().ages == {
+        "stopping-g1-a1": OVERDUE_S,
+        "quiet-g1-a1-n0": 90.0,
+    }
 
 
 def test_a_kill_is_repeated_after_a_minute_and_not_at_once(world):
@@ -108,7 +112,7 @@ def test_one_word_ends_the_silence(world):
     waiting = world.controller().enter()
     world.say()
     world.backend.hide(world.handle)
-    renew_lease(world.store, world.prefix, holder="trigger", ages={"silent-g1-a1": 590.0})
+    Run(world.store, world.prefix).lease.renew(holder="trigger", ages={"silent-g1-a1": 590.0})
     watch = watch_again(world, waiting)
     watch.poll()
     world.say(step=20)
@@ -122,7 +126,7 @@ def test_one_word_ends_the_silence(world):
 def test_ages_of_another_attempt_count_for_nothing(world):
     """The lease still has the ages of attempt 7."""
     _, waiting = stopping(world)
-    renew_lease(world.store, world.prefix, holder="trigger", ages={"stopping-g1-a7": 1e6})
+    Run(world.store, world.prefix).lease.renew(holder="trigger", ages={"stopping-g1-a7": 1e6})
 
     assert watch_again(world, waiting).poll() is None
 
@@ -130,9 +134,9 @@ def test_ages_of_another_attempt_count_for_nothing(world):
 @pytest.mark.parametrize("ages", [None, {"stopping-g1-a1": 5.0}])
 def test_a_renewal_that_does_not_know_the_ages_keeps_them(world, ages):
     """A renewal for another reason keeps the recorded ages."""
-    renew_lease(world.store, world.prefix, holder="trigger", ages={"stopping-g1-a1": 3.0})
-    renew_lease(world.store, world.prefix, holder="slice", ages=ages)
+    Run(world.store, world.prefix).lease.renew(holder="trigger", ages={"stopping-g1-a1": 3.0})
+    Run(world.store, world.prefix).lease.renew(holder="slice", ages=ages)
 
-    found = read_lease(world.store, world.prefix)
+    found = Run(world.store, world.prefix).lease.read()
 
     assert found == Lease(2, "slice", "", ages or {"stopping-g1-a1": 3.0})

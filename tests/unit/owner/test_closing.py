@@ -10,12 +10,13 @@ from envscaler_airflow.owner import close as closing
 from envscaler_airflow.owner.close import close
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.owner.stage import Wake
+from envscaler_airflow.store.run import Run
 
 
 def killed(world):
     """The task is marked failed while deferred, and its trigger asks the attempt to stop."""
     world.controller().enter()
-    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked failed")
+    kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked failed")
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_a_killed_run_gets_its_end_its_cost_and_its_report(world, no_wait):
 
     no_wait.append(ends)
 
-    state = close(world.store, world.prefix, world.backend, ti_id="ti-01")
+    state = close(Run(world.store, world.prefix), world.backend, ti_id="ti-01")
 
     [attempt] = state.attempts
     assert (state.status, attempt.outcome) == ("stopped", "left")
@@ -61,7 +62,7 @@ def test_a_killed_run_that_waited_for_its_next_attempt_is_stopped(world):
     owner.resume(Wake("status"))
     assert world.state.live is None
 
-    state = close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
+    state = close(Run(world.store, world.prefix), world.backend, ti_id="ti-01", waits=False)
 
     assert state.status == "stopped"
     assert state.live is None
@@ -73,7 +74,7 @@ def test_a_run_that_another_try_owns_is_left_alone(world):
     world.controller().enter()
     before = world.state.number
 
-    close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
+    close(Run(world.store, world.prefix), world.backend, ti_id="ti-01", waits=False)
 
     assert world.state.number == before
 
@@ -89,7 +90,7 @@ def test_a_try_that_comes_meanwhile_takes_over(world, no_wait):
 
     no_wait.append(cleared)
 
-    state = close(world.store, world.prefix, world.backend, ti_id="ti-01")
+    state = close(Run(world.store, world.prefix), world.backend, ti_id="ti-01")
 
     assert state.owner.ti_id == "ti-02"
     assert state.status == "active"
@@ -99,9 +100,9 @@ def test_a_success_that_came_first_is_kept_for_the_next_try(world):
     """It is recorded but not delivered: a clear delivers it (D6)."""
     world.controller().enter()
     world.succeed()
-    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked failed")
+    kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked failed")
 
-    state = close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
+    state = close(Run(world.store, world.prefix), world.backend, ti_id="ti-01", waits=False)
 
     assert (state.status, state.delivered) == ("succeeded", ())
 
@@ -118,7 +119,7 @@ def test_the_cost_of_a_short_run_is_not_nothing(world, no_wait, caplog, monkeypa
     monkeypatch.setattr(closing.threading, "Thread", AtOnce)
 
     with caplog.at_level("INFO"):
-        closing.close_behind(world.store, world.prefix, world.backend, ti_id="ti-01")
+        closing.close_behind(Run(world.store, world.prefix), world.backend, ti_id="ti-01")
 
     [line] = [line for line in caplog.messages if "after its task was ended" in line]
     assert "cost $0.0000" in line

@@ -16,6 +16,7 @@ from envscaler_airflow.owner.stage import (
     Waiting,
     Wake,
 )
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.stockouts import remember, stockouts
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -184,7 +185,7 @@ def test_a_cancel_checkpoints_and_stops_the_run(world):
     """`envscaler cancel`: save and stop; the task ends without a retry."""
     owner = world.controller()
     waiting = owner.enter()
-    request_stop(world.store, world.prefix, reason="cancelled", by="me")
+    request_stop(Run(world.store, world.prefix), reason="cancelled", by="me")
 
     owner.resume(world.watch(waiting).poll())
     asked = world.control()
@@ -200,7 +201,7 @@ def test_a_kill_of_the_old_try_does_nothing_after_the_new_one_began(world):
     world.controller().enter()
     world.controller(max_tries=5).enter()
 
-    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="killed")
+    acted = kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="killed")
 
     assert not acted
     assert world.control().action == "run"
@@ -210,7 +211,7 @@ def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
     """Cleared while deferred: the old attempt saves and stops, and the new try continues from there."""
     world.controller().enter()
     world.say()
-    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="cleared")
+    acted = kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="cleared")
     owner = world.controller(max_tries=5)
 
     owner.enter()
@@ -272,14 +273,14 @@ def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
     """A cancel is recorded between the read and the takeover: the try still takes over."""
     world.controller().enter()
     owner = world.controller()
-    append, landed = owner._log.append, []
+    append, landed = owner._run.events.append, []
 
     def append_late(after, kind, body, *, actor):
         if not landed:
-            landed.append(request_stop(world.store, world.prefix, reason="late", by="me"))
+            landed.append(request_stop(Run(world.store, world.prefix), reason="late", by="me"))
         return append(after, kind, body, actor=actor)
 
-    owner._log.append = append_late
+    owner._run.events.append = append_late
     owner.enter()
 
     assert world.state.owner.ti_id == "ti-02"
@@ -399,7 +400,7 @@ def test_a_store_without_an_answer_is_no_news(world):
         def __getattr__(self, name):
             raise StoreError("no answer", transient=True)
 
-    watch._store = Down()
+    watch._run = Down()
 
     with pytest.raises(StoreError):
         watch.poll()

@@ -14,6 +14,7 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Policy, StartFacts, replay
 from envscaler_airflow.scaling.deadline import Table
 from envscaler_airflow.scaling.deadline.live import DEADLINE, job_of
+from envscaler_airflow.store.run import Run
 
 DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)
 SPOT = replace(DEMAND, capacity_type="spot", usd_per_hour=1.0)
@@ -46,19 +47,19 @@ def publish(store, prefix, job):
     facts = StartFacts(
         Allocation(SPOT), job.overhead_s, deadline_left_s=job.ticks * job.gap_s, offers=lambda: offers
     )
-    policies.prepare(store, prefix, DEADLINE, Policy("deadline"), facts)
+    policies.prepare(Run(store, prefix), DEADLINE, Policy("deadline"), facts)
 
 
 def present(world):
     """Return the name of the current table."""
-    return policies.present_table(world.store, world.prefix, "deadline")[0]
+    return policies.present_table(Run(world.store, world.prefix), "deadline")[0]
 
 
 def test_the_table_is_there_when_the_attempt_runs(world):
     """Four hours are 24 ticks of ten minutes; the owner builds the table, every other process reads it."""
     owner_of(world).enter()
 
-    data = policies.read_table(world.store, world.prefix, "deadline", present(world))
+    data = policies.read_table(Run(world.store, world.prefix), "deadline", present(world))
 
     assert Table.from_bytes(data).ticks[-1] == 24
 
@@ -115,7 +116,7 @@ def test_a_torn_table_is_none(world):
     assert present(world) is None
     for asked in (name, "../other/tables/x"):
         with pytest.raises(ProtocolError, match="expected a table of policy deadline"):
-            policies.read_table(world.store, world.prefix, "deadline", asked)
+            policies.read_table(Run(world.store, world.prefix), "deadline", asked)
 
 
 def test_the_sensor_decides_by_the_table(new_world):
@@ -123,10 +124,11 @@ def test_the_sensor_decides_by_the_table(new_world):
     world = new_world((DEMAND, SPOT), spec=SPEC + "capacity: on-demand\n")
     owner_of(world, deadline_s=10 * 3600.0).enter()
     observer = Observer(
-        store=world.store, prefix=world.prefix, backend=world.backend,
+        run=Run(world.store, world.prefix, clock=world.clock.time),
+        backend=world.backend,
         candidates=(Allocation(DEMAND), Allocation(SPOT)),
-        monotonic=world.clock.monotonic, clock=world.clock.time,
-    )  # fmt: skip
+        monotonic=world.clock.monotonic,
+    )
     for step in range(1, 6):
         world.say(step=10 * step, elapsed_s=60.0 * step)
         world.clock.advance(60)
@@ -142,10 +144,11 @@ def test_a_check_names_its_table_and_is_decided_again_by_it(new_world):
     world = new_world((DEMAND, SPOT), spec=SPEC + "capacity: on-demand\n")
     owner_of(world, deadline_s=10 * 3600.0).enter()
     observer = Observer(
-        store=world.store, prefix=world.prefix, backend=world.backend,
+        run=Run(world.store, world.prefix, clock=world.clock.time),
+        backend=world.backend,
         candidates=(Allocation(DEMAND), Allocation(SPOT)),
-        monotonic=world.clock.monotonic, clock=world.clock.time,
-    )  # fmt: skip
+        monotonic=world.clock.monotonic,
+    )
     checks = []
     for step in range(1, 6):
         world.say(step=10 * step, elapsed_s=60.0 * step)
@@ -155,7 +158,7 @@ def test_a_check_names_its_table_and_is_decided_again_by_it(new_world):
     publish(world.store, world.prefix, job)
 
     again = [Check.from_dict(json.loads(json.dumps(check.to_dict()))) for check in checks]
-    known = policies.policies_of(world.store, world.prefix)
+    known = policies.policies_of(Run(world.store, world.prefix))
 
     assert checks[-1].observation.deadline_table != present(world)
     assert [replay(check, policies=known) for check in again] == [check.decision for check in checks]

@@ -8,6 +8,7 @@ from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.close import close
 from envscaler_airflow.owner.request import accept_delivery, kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Delivered, StoppedError, Wake
+from envscaler_airflow.store.run import Run
 
 STOP_CALLS, RELEASE_CALLS, CLOSE_CALLS = 13, 26, 4
 """Writes and calls of each play below without a death; a test counts them."""
@@ -60,7 +61,7 @@ def play_stop(world, monkeypatch, lives):
     def with_a_cancel(name, data):
         done = create(name, data)
         if b'"attempt-intended"' in data and not asked:
-            asked.append(request_stop(world.store, world.prefix, reason="cancelled", by="me"))
+            asked.append(request_stop(Run(world.store, world.prefix), reason="cancelled", by="me"))
         return done
 
     monkeypatch.setattr(world.store, "create", with_a_cancel)
@@ -111,7 +112,7 @@ def test_a_death_at_the_acceptance(world, after):
     assert isinstance(owner.resume(Wake("status")), Delivered)
     store, _ = world.mortal(lives_of(1, after=after))
     with pytest.raises(world.killed):
-        accept_delivery(store, world.prefix, world.state.owner)
+        accept_delivery(Run(store, world.prefix), world.state.owner)
 
     got = world.controller(max_tries=9).enter()
 
@@ -123,14 +124,14 @@ def play_closing(world, lives):
     """Mark a task failed while its stage trains; the process that closes the run dies."""
     world.controller().enter()
     world.say(step=5)
-    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked failed")
+    kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked failed")
     world.clock.advance(1800)
     world.leave()
     store, backend = world.mortal(lives)
     try:
-        close(store, world.prefix, backend, ti_id="ti-01", waits=False)
+        close(Run(store, world.prefix), backend, ti_id="ti-01", waits=False)
     except world.killed:
-        close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
+        close(Run(world.store, world.prefix), world.backend, ti_id="ti-01", waits=False)
 
 
 @pytest.mark.parametrize("after", DEATHS)

@@ -10,6 +10,7 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy, StartFacts
 from envscaler_airflow.scaling.phase import FILE, PHASE, Forecast, Span, spans_of
 from envscaler_airflow.store.decisions import DecisionLog
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ElasticBackend
 
 NODE = Offer("scripted", "", "node", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
@@ -41,7 +42,7 @@ def seen(phase, elapsed_s):
 
 def prepare(world):
     """Do what the owner does at a start."""
-    policies.prepare(world.store, world.prefix, PHASE, Policy("phase"), StartFacts(FOUR, 30.0))
+    policies.prepare(Run(world.store, world.prefix), PHASE, Policy("phase"), StartFacts(FOUR, 30.0))
 
 
 def test_phases_last_from_the_end_of_the_one_before():
@@ -80,15 +81,17 @@ def test_the_larger_need_is_met_before_its_phase_begins(new_world):
     """Yesterday loading took 600 s: this time the request for eight nodes comes shortly before it ends."""
     world = new_world((NODE,), spec=SPEC, backend=ElasticBackend)
     before = world.prefix.replace("/run/", "/a-run-of-yesterday/")
-    log = DecisionLog(world.store, before, writer="sensor", monotonic=world.clock.monotonic)
+    log = DecisionLog(Run(world.store, before), writer="sensor", monotonic=world.clock.monotonic)
     for check in (seen("loading", 600.0), seen("training", 7800.0), seen("evaluation", 8700.0)):
         log.add(check)
     log.close()
     world.controller(value_of_hour=0.0).enter()
     observer = Observer(
-        store=world.store, prefix=world.prefix, backend=world.backend, candidates=(FOUR, EIGHT, TWO),
-        monotonic=world.clock.monotonic, clock=world.clock.time,
-    )  # fmt: skip
+        run=Run(world.store, world.prefix, clock=world.clock.time),
+        backend=world.backend,
+        candidates=(FOUR, EIGHT, TWO),
+        monotonic=world.clock.monotonic,
+    )
     asked = []
     for _ in range(22):
         for node in range(4):
@@ -111,7 +114,7 @@ def test_what_cannot_be_read_foretells_nothing(world, text):
     """The policy then uses the announced phases."""
     world.store.write(f"{world.prefix}/tables/{FILE}", text)
 
-    assert policies.read_forecast(world.store, world.prefix) == Forecast()
+    assert policies.read_forecast(Run(world.store, world.prefix)) == Forecast()
 
 
 def test_a_first_run_has_nothing_to_go_by(world):
@@ -127,10 +130,10 @@ def test_the_last_of_the_earlier_runs_tells(world):
     """Two days ago loading took 100 s, yesterday 200 s: the forecast is 200 s."""
     for name, lasted_s in (("day-1", 100.0), ("day-2", 200.0)):
         prefix = world.prefix.replace("/run/", f"/{name}/")
-        log = DecisionLog(world.store, prefix, writer="sensor", monotonic=world.clock.monotonic)
+        log = DecisionLog(Run(world.store, prefix), writer="sensor", monotonic=world.clock.monotonic)
         log.add(seen("loading", lasted_s))
         log.close()
 
     prepare(world)
 
-    assert policies.read_forecast(world.store, world.prefix) == Forecast((Span("loading", 200.0),))
+    assert policies.read_forecast(Run(world.store, world.prefix)) == Forecast((Span("loading", 200.0),))

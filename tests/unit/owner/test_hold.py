@@ -10,8 +10,8 @@ from envscaler_airflow.owner.foreground import GIVE_UP_S, Holder
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store import EventLog, check_store, open_store
-from envscaler_airflow.store.lease import read_lease, waits_of
+from envscaler_airflow.store import check_store, open_store
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ManualClock, ScriptedBackend, cpu_offer
 
 WAITING = Waiting(Watching(1, 1), "runs")
@@ -50,8 +50,7 @@ def holder(controller, *, slept, said, store=None):
     """Watch a run in which every check shows something."""
     return Hurried(
         controller,
-        store,
-        "p",
+        None if store is None else Run(store, "p"),
         ScriptedBackend(),
         Actor("me"),
         on_wait=lambda waiting: said.append(waiting.reason),
@@ -91,7 +90,7 @@ def test_a_slice_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
 
     minutes = (clock.monotonic() - began) / 60
     assert (got, minutes > 50) == (DONE, True)
-    assert read_lease(store, "p").counter >= minutes / 2
+    assert Run(store, "p").lease.read().counter >= minutes / 2
 
 
 @pytest.mark.parametrize(("owner", "is_begun"), [("me", True), ("me", False), ("another", True)])
@@ -101,7 +100,7 @@ def test_an_entry_without_an_answer_is_gone_on_with_once_an_attempt_is_ours(tmp_
     Without an attempt, a wrong address fails at once.
     """
     store, said, error = open_store(f"file://{tmp_path}"), [], BackendError("away", transient=True)
-    log, begun = EventLog(store, "p"), {"generation": 1, "reason": "first start", "spec_hash": "0"}
+    log, begun = Run(store, "p").events, {"generation": 1, "reason": "first start", "spec_hash": "0"}
     log.append(0, "generation", begun, actor=Actor(owner))
     if is_begun:
         attempt = {"generation": 1, "attempt": 1, "allocation": Allocation(cpu_offer(1)).to_dict()}
@@ -143,12 +142,12 @@ def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
     backend.set_state(handle, "starting", node=1)
 
     def sleep(seconds):
-        slept.append(waits_of(store, "p"))
+        slept.append(Run(store, "p").lease.known().waits)
         if len(slept) == 2:
             backend.end(handle)
 
     watching = Watching(0, 1, 1, nodes=2, handle=handle.to_dict())
-    waiting = Holder(None, store, "p", backend, Actor("me"), sleep=sleep)
+    waiting = Holder(None, Run(store, "p"), backend, Actor("me"), sleep=sleep)
 
     assert waiting._wait(Waiting(watching, "starts")).detail == "the attempt ended"
     assert slept == ["", "node 0: scheduling: no room"]
@@ -171,8 +170,7 @@ class TestFullStore:
         told = []
         waiting = Holder(
             None,
-            store,
-            "p",
+            Run(store, "p"),
             backend,
             Actor("me"),
             on_trouble=lambda err: told.append(str(err)),

@@ -18,6 +18,7 @@ from envscaler_airflow.planning import Allocation, Offer, Speed
 from envscaler_airflow.scaling import Observation, Policy
 from envscaler_airflow.scaling.deadline import SpotJob, Table
 from envscaler_airflow.scaling.deadline.tables import _ROW
+from envscaler_airflow.store.run import Run
 
 JOB = SpotJob(ticks=10, gap_s=600.0, work_s=0.0, overhead_s=60.0, on_demand_usd=3.0, spot_usd=1.0)
 
@@ -50,7 +51,7 @@ def is_decided_by(world, name):
         deadline_left_s=36_000.0,
         deadline_table=name,
     )
-    policy = policies.policies_of(world.store, world.prefix)["deadline"]
+    policy = policies.policies_of(Run(world.store, world.prefix))["deadline"]
     return "ticks_of_on_demand" in policy.propose(seen, Policy("deadline")).numbers
 
 
@@ -108,7 +109,7 @@ def test_the_file_that_names_the_table_names_nothing_else(world, name):
     body = {"schema": SCHEMA, "table": name, "job": JOB.to_dict()}
     world.store.write(f"{world.prefix}/tables/deadline.json", json.dumps(body).encode())
 
-    assert policies.present_table(world.store, world.prefix, "deadline") == (None, None)
+    assert policies.present_table(Run(world.store, world.prefix), "deadline") == (None, None)
 
 
 def test_the_good_one_is_read(world):

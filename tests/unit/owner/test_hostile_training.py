@@ -8,9 +8,9 @@ import pytest
 
 from envscaler_agent.protocol import Ended, Progress, Status, Transfer, status_name
 from envscaler_airflow.errors import RunFailedError
-from envscaler_airflow.owner.run_watch import read_status
-from envscaler_airflow.owner.sanitize import LINES_BYTES, believable, shortened
+from envscaler_airflow.owner.sanitize import LINES_BYTES, shortened
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
+from envscaler_airflow.store.run import Run, believable
 
 
 def write_status(world, text):
@@ -65,7 +65,7 @@ def test_a_status_that_is_no_status_is_no_news(world, text):
     waiting = world.controller().enter()
     write_status(world, text)
 
-    assert read_status(world.store, world.prefix, attempt=(1, 1), node=0) is None
+    assert Run(world.store, world.prefix).status((1, 1)) is None
     assert world.watch(waiting).poll() is None
 
 
@@ -102,7 +102,7 @@ def test_bytes_that_no_transfer_can_have_are_unknown(world, done, total, is_show
     moving = Transfer("uploading", "checkpoint 440", done, total)
     write_status(world, Status(generation=1, attempt=1, phase="running", transfer=moving).to_json())
 
-    status = read_status(world.store, world.prefix, attempt=(1, 1), node=0)
+    status = Run(world.store, world.prefix).status((1, 1))
 
     assert (status.phase, status.transfer) == ("running", moving if is_shown else None)
     assert world.watch(waiting).poll() is None

@@ -13,6 +13,7 @@ from envscaler_airflow.owner.observe import Observer
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ElasticBackend, ScriptedBackend
 
 GIB = 2**30
@@ -188,7 +189,7 @@ def test_what_is_asked_to_go_when_a_change_takes_too_long_has_its_own_time(world
     world.clock.advance(600)
     wake = watch.poll()
     if is_stopped:  # it came at the same moment
-        request_stop(world.store, world.prefix, reason="enough", by="t")
+        request_stop(Run(world.store, world.prefix), reason="enough", by="t")
 
     waiting = owner.resume(wake)
 
@@ -368,7 +369,7 @@ def test_a_stop_does_not_wait_for_a_change(world):
     owner = started(world)
     world.ask_move(target=Allocation(LARGE))
     owner.resume(Wake("request"))
-    request_stop(world.store, world.prefix, reason="enough", by="me")
+    request_stop(Run(world.store, world.prefix), reason="enough", by="me")
 
     owner.resume(Wake("request"))
 
@@ -382,7 +383,7 @@ def test_nodes_that_were_on_their_way_at_a_stop_have_to_go_too(world):
     owner = started(world)
     world.ask_move(target=Allocation(SMALL, 3))
     owner.resume(Wake("request"))
-    request_stop(world.store, world.prefix, reason="enough", by="me")
+    request_stop(Run(world.store, world.prefix), reason="enough", by="me")
     owner.resume(Wake("request"))
     world.backend.end(world.handle, node=0, exit_code=85, reason="left")
     waiting = owner.resume(Wake("status"))
@@ -544,9 +545,10 @@ def test_a_change_in_place_is_a_move_to_the_policy(world):
     world.backend.answers = ["going", "done"]
     owner = started(world)
     observer = Observer(
-        store=world.store, prefix=world.prefix, backend=world.backend,
-        monotonic=world.clock.monotonic, clock=world.clock.time,
-    )  # fmt: skip
+        run=Run(world.store, world.prefix, clock=world.clock.time),
+        backend=world.backend,
+        monotonic=world.clock.monotonic,
+    )
     world.clock.advance(100)
     before = observer.look().check.observation
     world.ask_move(target=Allocation(LARGE))
@@ -557,9 +559,10 @@ def test_a_change_in_place_is_a_move_to_the_policy(world):
     world.clock.advance(5)
     later = observer.look().check
     again = Observer(
-        store=world.store, prefix=world.prefix, backend=world.backend,
-        monotonic=world.clock.monotonic, clock=world.clock.time,
-    )  # fmt: skip
+        run=Run(world.store, world.prefix, clock=world.clock.time),
+        backend=world.backend,
+        monotonic=world.clock.monotonic,
+    )
 
     assert (before.moves, before.since_move_s) == (0, None)
     assert during.pending == "attempt 1 is being changed to scripted/node:cpu-2/on-demand"

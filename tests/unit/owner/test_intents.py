@@ -8,6 +8,7 @@ from envscaler_airflow.errors import NoOfferError, RunFailedError, SpecError
 from envscaler_airflow.owner.close import close
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import StoppedError, Waiting, Wake
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.backend import cpu_offer
 
 
@@ -86,7 +87,7 @@ def test_a_run_that_no_attempt_can_be_chosen_for_has_failed(new_world):
 
 def test_a_stop_is_answered_before_an_intent_is_carried_out(begun):
     """Cancelled between the intent and the start: the owner starts no machine for it (A4)."""
-    request_stop(begun.store, begun.prefix, reason="cancelled", by="me")
+    request_stop(Run(begun.store, begun.prefix), reason="cancelled", by="me")
 
     with pytest.raises(StoppedError, match="cancelled"):
         begun.controller().enter()
@@ -114,7 +115,7 @@ def test_a_start_that_nobody_recorded_is_stopped_and_billed(begun):
     begun.backend.fail_next("submit", KeyboardInterrupt(), after=True)
     with pytest.raises(KeyboardInterrupt):
         begun.controller().enter()
-    request_stop(begun.store, begun.prefix, reason="cancelled", by="me")
+    request_stop(Run(begun.store, begun.prefix), reason="cancelled", by="me")
     begun.clock.advance(3600)
     owner = begun.controller()
 
@@ -153,7 +154,7 @@ def test_an_intent_with_another_spec_is_given_up_after_a_clear(begun):
 
 def test_a_late_start_of_what_was_given_up_finds_that_it_must_not_train(begun):
     """An owner that hung in its backend call starts it after all: its control says to stop (A4)."""
-    request_stop(begun.store, begun.prefix, reason="cancelled", by="me")
+    request_stop(Run(begun.store, begun.prefix), reason="cancelled", by="me")
     with pytest.raises(StoppedError):
         begun.controller().enter()
 
@@ -164,9 +165,9 @@ def test_a_late_start_of_what_was_given_up_finds_that_it_must_not_train(begun):
 
 def test_an_intent_whose_task_is_over_is_closed(begun):
     """Marked failed before the start: the run gets its end, and nothing was started (D6)."""
-    kill_quietly(begun.store, begun.prefix, begun.backend, ti_id="ti-01", reason="marked failed")
+    kill_quietly(Run(begun.store, begun.prefix), begun.backend, ti_id="ti-01", reason="marked failed")
 
-    state = close(begun.store, begun.prefix, begun.backend, ti_id="ti-01", waits=False)
+    state = close(Run(begun.store, begun.prefix), begun.backend, ti_id="ti-01", waits=False)
 
     assert (state.status, state.live) == ("stopped", None)
     assert "submit" not in methods(begun)
@@ -178,11 +179,11 @@ def test_a_start_that_nobody_recorded_is_closed(begun):
     with pytest.raises(KeyboardInterrupt):
         begun.controller().enter()
     owner = begun.state.owner
-    state = close(begun.store, begun.prefix, begun.backend, ti_id=owner.ti_id, waits=False)
+    state = close(Run(begun.store, begun.prefix), begun.backend, ti_id=owner.ti_id, waits=False)
     assert state.live.phase == "stopping"
     begun.leave()
 
-    state = close(begun.store, begun.prefix, begun.backend, ti_id=owner.ti_id, waits=False)
+    state = close(Run(begun.store, begun.prefix), begun.backend, ti_id=owner.ti_id, waits=False)
 
     assert (state.status, state.attempts[0].outcome) == ("stopped", "left")
     assert begun.backend.live == []
@@ -197,7 +198,7 @@ def test_a_run_that_was_being_moved_when_its_task_ended_is_stopped(world):
     owner.resume(Wake("request"))
     world.leave()
 
-    state = close(world.store, world.prefix, world.backend, ti_id="ti-01", waits=False)
+    state = close(Run(world.store, world.prefix), world.backend, ti_id="ti-01", waits=False)
 
     assert state.status == "stopped"
 
@@ -210,7 +211,7 @@ def test_a_kill_between_two_attempts_stops_the_run(world):
     world.backend.lose(world.handle)
     owner.resume(Wake("status"))
 
-    acted = kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked failed")
+    acted = kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked failed")
 
     assert acted
     with pytest.raises(StoppedError):

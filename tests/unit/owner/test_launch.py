@@ -13,6 +13,7 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run, spec_name
 from envscaler_airflow.testing.backend import cpu_offer
 
 KEY = RunKey("deployment", "dag", "run", "train")
@@ -34,10 +35,10 @@ def asked(tmp_path, spec, nodes, made=None):
     """Return the request of an attempt on *nodes* nodes."""
     store = open_store(f"file://{tmp_path}")
     frozen = freeze.freeze(spec, store)
-    freeze.write(store, KEY, frozen)
+    freeze.write(Run(store, KEY), frozen)
     live = AttemptState(1, 1, Allocation(cpu_offer(), nodes))
     return freeze.attempt_request(
-        store, KEY, made or Stage(spec, "s.yaml"), spec, live, spec_hash=frozen.spec_hash, grace_s=30
+        Run(store, KEY), made or Stage(spec, "s.yaml"), spec, live, spec_hash=frozen.spec_hash, grace_s=30
     )
 
 
@@ -47,9 +48,7 @@ def test_a_launch_names_the_frozen_spec_that_it_was_made_from(tmp_path):
 
     request = asked(tmp_path, spec, 1)
 
-    assert request.spec_name == freeze.spec_name(
-        freeze.freeze(spec, open_store(f"file://{tmp_path}")).spec_hash
-    )
+    assert request.spec_name == spec_name(freeze.freeze(spec, open_store(f"file://{tmp_path}")).spec_hash)
     assert request.spec_name in open_store(f"file://{tmp_path}").children(KEY.prefix)
 
 

@@ -14,6 +14,7 @@ from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy, Proposal, Want, explain
 from envscaler_airflow.store.decisions import DecisionLog
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ElasticBackend
 
 SMALL = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
@@ -47,11 +48,12 @@ def brought(monkeypatch):
 def looked(world, *, looks=4):
     """Return the last check of a sensor that checks every minute."""
     observer = Observer(
-        store=world.store, prefix=world.prefix, backend=world.backend,
+        run=Run(world.store, world.prefix, clock=world.clock.time),
+        backend=world.backend,
         candidates=(Allocation(SMALL), Allocation(LARGE)),
-        monotonic=world.clock.monotonic, clock=world.clock.time,
-    )  # fmt: skip
-    log = DecisionLog(world.store, world.prefix, writer="sensor", monotonic=world.clock.monotonic)
+        monotonic=world.clock.monotonic,
+    )
+    log = DecisionLog(Run(world.store, world.prefix), writer="sensor", monotonic=world.clock.monotonic)
     for look in range(1, looks + 1):
         world.say(step=10 * look, elapsed_s=60.0 * look)
         world.clock.advance(60)
@@ -107,8 +109,7 @@ def test_a_move_out_of_a_thousand_places_is_asked_for_and_judged(new_world, brou
     long = replace(check, observation=seen, decision=replace(check.decision, numbers=numbers))
 
     request_move(
-        world.store,
-        world.prefix,
+        Run(world.store, world.prefix),
         target=Allocation(LARGE),
         from_attempt=(1, world.state.live.number),
         because={"reason": "bigger", "numbers": numbers, "check": long.to_dict()},

@@ -16,6 +16,7 @@ from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -232,9 +233,12 @@ def test_a_trigger_that_looks_seldom_drains_earlier_and_the_owner_agrees(world):
     owner = world.controller(budget_usd=0.05)
     waiting = owner.enter()
     watch = Watch(
-        store=world.store, prefix=world.prefix, backend=world.backend, watching=waiting.watching,
-        monotonic=world.clock.monotonic, clock=world.clock.time, poll_s=300.0,
-    )  # fmt: skip
+        run=Run(world.store, world.prefix, clock=world.clock.time),
+        backend=world.backend,
+        watching=waiting.watching,
+        monotonic=world.clock.monotonic,
+        poll_s=300.0,
+    )
     world.say()
     world.clock.advance(3600 - 340)
 

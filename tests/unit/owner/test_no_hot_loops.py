@@ -10,7 +10,7 @@ from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ElasticBackend
 
 SMALL = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
@@ -48,7 +48,7 @@ def slices(world, owner, waiting, *, seconds, poll_s=5):
         wake = watch.poll()
         if wake is not None:
             wakes.append(wake)
-            renew_lease(world.store, world.prefix, holder="trigger", ages=watch.ages())
+            Run(world.store, world.prefix).lease.renew(holder="trigger", ages=watch.ages())
             wake = Wake.from_dict(wake.to_dict())
             waiting = owner.resume(wake)
             waiting = type(waiting)(Watching.from_dict(waiting.watching.to_dict()), waiting.reason)
@@ -71,7 +71,7 @@ def test_an_attempt_that_goes_while_a_node_is_missing_is_killed_in_time_and_not_
 ):
     """Node 0 hangs because node 1 is gone: the owner kills it 90 s after the request."""
     owner = started(world)
-    request_stop(world.store, world.prefix, reason="enough", by="me")
+    request_stop(Run(world.store, world.prefix), reason="enough", by="me")
     waiting = owner.resume(Wake("request"))
     world.backend._lives[world.handle.name].nodes[1] = state
     kills = []
@@ -114,7 +114,7 @@ def test_a_new_node_that_is_lost_before_the_others_came_is_waited_for_and_then_u
 def test_a_second_reason_is_heard_while_the_first_is_quiet(world):
     """The owner knows of the lost node of a draining attempt; it learns of the complete end at once."""
     owner = started(world)
-    request_stop(world.store, world.prefix, reason="enough", by="me")
+    request_stop(Run(world.store, world.prefix), reason="enough", by="me")
     owner.resume(Wake("request"))
     world.backend.lose(world.handle, node=1)
     waiting = owner.resume(Wake("status", detail="a node is lost", seen=("a node is lost",)))
@@ -129,7 +129,7 @@ def test_a_second_reason_is_heard_while_the_first_is_quiet(world):
 def test_two_lasting_reasons_do_not_wake_in_turn(world):
     """A draining attempt with one node lost and one not available."""
     owner = started(world)
-    request_stop(world.store, world.prefix, reason="enough", by="me")
+    request_stop(Run(world.store, world.prefix), reason="enough", by="me")
     waiting = owner.resume(Wake("request"))
     nodes = world.backend._lives[world.handle.name].nodes
     nodes[1] = NodeStatus(1, "lost")
@@ -173,7 +173,7 @@ def test_a_store_that_was_out_of_reach_is_no_silence(world):
 def test_a_lease_that_somebody_wrote_into_kills_nothing(world):
     """Ages longer than any machine exists are unknown, not expired."""
     owner = started(world)
-    request_stop(world.store, world.prefix, reason="enough", by="me")
+    request_stop(Run(world.store, world.prefix), reason="enough", by="me")
     waiting = owner.resume(Wake("request"))
     world.backend.hide(world.handle)
     text = '{"schema": "%s", "counter": 3, "ages": {"stopping-g1-a1": %s, "silent-g1-a1": %s, "x": NaN}}'

@@ -12,6 +12,7 @@ from envscaler_airflow.owner import policies
 from envscaler_airflow.owner.stage import Waiting, Wake
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.backend import cpu_offer
 
 
@@ -126,7 +127,7 @@ def test_a_policy_that_hangs_holds_up_neither_the_owner_nor_many_threads(world, 
     monkeypatch.setattr(policies, "LIMIT_S", 0.05)
     monkeypatch.setattr(policies, "MOST_AT_ONCE", 2)
     bring_propose(monkeypatch, theirs=hangs)
-    propose = policies.policies_of(world.store, world.prefix)["theirs"].propose
+    propose = policies.policies_of(Run(world.store, world.prefix))["theirs"].propose
     said = [propose(None, None).reason for _ in range(4)]
     door.release()
 
@@ -149,7 +150,7 @@ def test_a_policy_whose_package_is_broken_stops_no_other(world, monkeypatch):
     owner.resume(Wake("request"))
 
     assert world.answer(request).type == "move-accepted"
-    said = policies.policies_of(world.store, world.prefix)["theirs"].propose(Observation(HERE), Policy())
+    said = policies.policies_of(Run(world.store, world.prefix))["theirs"].propose(Observation(HERE), Policy())
     assert said == Proposal(
         reason="policy 'theirs' (theirs:policy) cannot be loaded: ImportError('libcuda.so.1')"
     )

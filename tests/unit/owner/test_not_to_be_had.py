@@ -16,6 +16,7 @@ from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Stage, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import RunState
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.stockouts import stockouts
 from envscaler_airflow.testing import ElasticBackend
 
@@ -243,7 +244,7 @@ def test_steps_that_take_long_are_awaited_by_whoever_asks_to_go(world, align):
     owner.enter()
     world.say(step_time_s=40.0)
     if align == "now":
-        request_stop(world.store, world.prefix, reason="enough", by="t")
+        request_stop(Run(world.store, world.prefix), reason="enough", by="t")
         waiting = owner.resume(Wake("request"))
     else:
         owner.time_out("over")
@@ -389,6 +390,6 @@ def test_a_killed_task_leaves_its_training_as_long_as_a_checkpoint_takes(world):
     stopped = []
     world.backend.stop = lambda _handle, *, grace_s: stopped.append(grace_s)
 
-    kill_quietly(world.store, world.prefix, world.backend, ti_id="ti-01", reason="marked")
+    kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked")
 
     assert (world.control().action, world.control().grace_s, stopped) == ("leave", 180.0, [180.0])

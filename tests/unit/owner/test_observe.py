@@ -14,6 +14,7 @@ from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
 
 KEY = RunKey("deployment", "dag", "run", "train")
@@ -45,12 +46,10 @@ class Scene:
         self.backend = ScriptedBackend(clock=self.clock)
         stage = Stage(spec=load_spec(tmp_path / "train.yaml"), spec_source="train.yaml")
         self.owner = Controller(
-            store=self.store,
-            key=KEY,
+            run=Run(self.store, KEY, clock=self.clock.time),
             backend=self.backend,
             actor=Actor("ti-1"),
             stage=stage,
-            clock=self.clock.time,
         )
         self.owner.enter()
         self.sequences = {}
@@ -58,12 +57,10 @@ class Scene:
     def observer(self, ask=None):
         """Return a new observer, as after a restart of the triggerer."""
         return Observer(
+            run=Run(self.store, KEY, clock=self.clock.time),
             ask=ask,
-            store=self.store,
-            prefix=KEY.prefix,
             backend=self.backend,
             monotonic=self.clock.monotonic,
-            clock=self.clock.time,
         )
 
     def say(self, node=0, *, cpu=90.0, step=10, elapsed_s=None, claim=1, **more):
@@ -116,7 +113,7 @@ def test_a_round_of_samples_needs_a_word_of_every_node(scene):
 def test_a_speed_is_in_the_unit_that_work_is_counted_in(scene):
     """Epochs first, and steps once their total is known: one step a second throughout, restarts included."""
     observer, found = scene.observer(), []
-    log = DecisionLog(scene.store, KEY.prefix, writer="sensor", monotonic=scene.clock.monotonic)
+    log = DecisionLog(Run(scene.store, KEY), writer="sensor", monotonic=scene.clock.monotonic)
     for look in range(10):
         epochs = {"epoch": 3 + look // 3, "epochs": 10, "total_steps": None if look < 5 else 60_000}
         scene.say(0, step=30_000 + 15 * look, elapsed_s=15.0 * look, **epochs)
@@ -224,7 +221,7 @@ def test_who_asks_nobody_goes_by_what_was_recorded(tmp_path):
     """The stage's owner judges a move by the answers that the sensor recorded. It fails where they failed."""
     scene, server = Scene(tmp_path, QUERIED), Server()
     observer = scene.observer(server)
-    log = DecisionLog(scene.store, KEY.prefix, writer="s", monotonic=scene.clock.monotonic)
+    log = DecisionLog(Run(scene.store, KEY), writer="s", monotonic=scene.clock.monotonic)
     watched(scene, observer, times=4)
     log.add(observer.look().check)
     log.close()
@@ -286,7 +283,7 @@ def test_a_silent_node_is_of_unknown_health(scene):
 def test_windows_and_speeds_survive_a_restart_of_the_observer(scene):
     """The observer rebuilds them from the recorded checks."""
     observer = scene.observer()
-    log = DecisionLog(scene.store, KEY.prefix, writer="s", monotonic=scene.clock.monotonic)
+    log = DecisionLog(Run(scene.store, KEY), writer="s", monotonic=scene.clock.monotonic)
     for step, elapsed_s in [(100, 10.0), (200, 60.0)]:
         scene.say(0, step=step, elapsed_s=elapsed_s)
         scene.say(1)

@@ -7,6 +7,7 @@ import pytest
 from envscaler_airflow.errors import BackendError, NoOfferError
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import Delivered, Wake
+from envscaler_airflow.store.run import Run
 
 AWAY = [BackendError("the API server does not answer", transient=True), NoOfferError("403: list nodes")]
 
@@ -27,7 +28,7 @@ def owner(world, monkeypatch, request):
 
 def test_an_attempt_is_asked_to_go(world, owner):
     """A cancel is a record in the store."""
-    request_stop(world.store, world.prefix, reason="enough", by="me")
+    request_stop(Run(world.store, world.prefix), reason="enough", by="me")
 
     owner.resume(Wake("request"))
 

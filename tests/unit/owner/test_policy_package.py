@@ -37,6 +37,7 @@ from envscaler_airflow.scaling.deadline.live import DEADLINE
 from envscaler_airflow.scaling.registry import check_policy
 from envscaler_airflow.scaling.vertical import VERTICAL
 from envscaler_airflow.store.decisions import read_decisions
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ElasticBackend
 from envscaler_airflow.triggers.scaling_checks import Checks
 
@@ -126,7 +127,7 @@ def checked(world, ask, *, times=3):
 
 def recorded(world):
     """Return the recorded checks, as read back."""
-    return [check for check, _ in read_decisions(world.store, world.prefix)]
+    return [check for check, _ in read_decisions(Run(world.store, world.prefix))]
 
 
 def test_a_package_of_one_module_is_a_policy(package, tmp_path):
@@ -180,8 +181,7 @@ def test_the_owner_accepts_by_the_recorded_metric(world):
     """It queries no server: the record has the answer that the sensor got."""
     event = checked(world, lambda _query: (150.0,))
     request_move(
-        world.store,
-        event["prefix"],
+        Run(world.store, event["prefix"]),
         target=Allocation(NODE, 2),
         from_attempt=(1, 1),
         because={name: event[name] for name in ("reason", "numbers", "check")},
@@ -198,7 +198,7 @@ def test_recorded_checks_are_decided_again_alike(world):
     checked(world, lambda _query: (150.0,))
     checks = recorded(world)
 
-    again = [replay(check, policies=policies_of(world.store, world.prefix)) for check in checks]
+    again = [replay(check, policies=policies_of(Run(world.store, world.prefix))) for check in checks]
 
     assert [check.decision.action for check in checks] == ["keep", "move"]
     assert again == [check.decision for check in checks]
@@ -237,10 +237,11 @@ def test_the_owner_stores_what_it_prepares_and_checks_name_it(new_world, monkeyp
     policy = replace(DEADLINE, name="theirs")
     world = started(new_world, monkeypatch, policy, strategy="deadline", deadline_s=36_000.0)
     observer = Observer(
-        store=world.store, prefix=world.prefix, backend=world.backend,
+        run=Run(world.store, world.prefix, clock=world.clock.time),
+        backend=world.backend,
         candidates=(Allocation(LARGE), Allocation(SPOT)),
-        monotonic=world.clock.monotonic, clock=world.clock.time,
-    )  # fmt: skip
+        monotonic=world.clock.monotonic,
+    )
     for number in range(1, 4):
         world.say(step=10 * number, elapsed_s=30.0 * number)
         world.clock.advance(30)
@@ -250,21 +251,21 @@ def test_the_owner_stores_what_it_prepares_and_checks_name_it(new_world, monkeyp
     assert (pointer, re.fullmatch(r"theirs-[0-9a-f]{16}\.bin", table) is not None) == ("theirs.json", True)
     assert check.observation.deadline_table == f"tables/{table}"
     assert "ticks_of_on_demand" in check.decision.numbers
-    assert replay(check, policies=policies_of(world.store, world.prefix)) == check.decision
+    assert replay(check, policies=policies_of(Run(world.store, world.prefix))) == check.decision
 
 
 def test_a_table_that_cannot_be_read_now_is_no_answer(new_world, monkeypatch, as_before):
     """The check ends in the store's error and is repeated, as for a built-in policy."""
     policy = replace(DEADLINE, name="theirs")
     world = started(new_world, monkeypatch, policy, strategy="deadline", deadline_s=36_000.0)
-    name, _ = policies.present_table(world.store, world.prefix, "theirs")
+    name, _ = policies.present_table(Run(world.store, world.prefix), "theirs")
     seen = Observation(Allocation(LARGE), deadline_table=name)
 
     def away(_name, **_more):
         raise StoreError("the store is away", transient=True)
 
     monkeypatch.setattr(world.store, "read", away)
-    theirs = policies_of(world.store, world.prefix)["theirs"]
+    theirs = policies_of(Run(world.store, world.prefix))["theirs"]
 
     with pytest.raises(StoreError, match="the store is away"):
         theirs.propose(seen, Policy("theirs"))

@@ -15,6 +15,7 @@ from envscaler_airflow.run.events import Event
 from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
 from envscaler_airflow.scaling.guards import holds
 from envscaler_airflow.scaling.observation import Refused
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ElasticBackend
 
 SMALL = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
@@ -32,11 +33,9 @@ scaling: {policy: more, stabilization: 0s, cooldown: 1s, warmup: 1s, min_epochs_
 def sensed(world):
     """Make one check with a new observer, and append its request if it wants a move."""
     observer = Observer(
-        store=world.store,
-        prefix=world.prefix,
+        run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         monotonic=world.clock.monotonic,
-        clock=world.clock.time,
     )
     decision = observer.look().check.decision
     if decision.action == "move":

@@ -6,6 +6,7 @@ import pytest
 
 from envscaler_agent.protocol import Ended, Progress, Status, claim_name, status_name
 from envscaler_airflow.owner import report
+from envscaler_airflow.store.run import Run
 
 
 def said(world, claim, *, start, step, elapsed_s, ended=None):
@@ -35,7 +36,7 @@ def test_the_first_pods_work_is_work_and_what_was_made_again_is_lost(world):
     said(world, 1, start=0, step=60, elapsed_s=3601.0)
     said(world, 2, start=0, step=100, elapsed_s=6001.0, ended=Ended(exit_code=0, reason="succeeded"))
 
-    found = report.measured(world.store, world.prefix, attempt)
+    found = report.measured(Run(world.store, world.prefix), attempt)
 
     assert (found["earlier_s"], found["repeated_steps"], found["start_step"]) == (3600.0, 60, 0)
 
@@ -46,7 +47,7 @@ def test_a_replacement_that_resumed_repeats_what_was_not_saved(world):
     said(world, 1, start=0, step=60, elapsed_s=3601.0)
     said(world, 2, start=50, step=100, elapsed_s=3001.0)
 
-    found = report.measured(world.store, world.prefix, world.state.live)
+    found = report.measured(Run(world.store, world.prefix), world.state.live)
 
     assert (found["repeated_steps"], found["start_step"]) == (10, 0)
 
@@ -85,7 +86,7 @@ def test_an_attempt_with_one_pod_has_nothing_before_it(world):
     world.controller().enter()
     said(world, 1, start=0, step=60, elapsed_s=3601.0)
 
-    found = report.measured(world.store, world.prefix, world.state.live)
+    found = report.measured(Run(world.store, world.prefix), world.state.live)
 
     assert "repeated_steps" not in found
     assert "earlier_s" not in found

@@ -6,7 +6,7 @@ from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeStatus
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.owner.foreground import POLL_S
 from envscaler_airflow.owner.stage import Wake
-from envscaler_airflow.store.lease import renew_lease
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ScriptedBackend
 
 
@@ -81,7 +81,7 @@ def test_the_next_watcher_goes_on_from_the_age_in_the_lease(silent):
     world, _, waiting = silent
     first = world.watch(waiting)
     assert looked(world, first, 120, speaks=False) is None
-    renew_lease(world.store, world.prefix, holder="t", ages=first.ages())
+    Run(world.store, world.prefix).lease.renew(holder="t", ages=first.ages())
 
     second = world.watch(waiting)
 
@@ -95,7 +95,7 @@ def test_time_without_the_store_is_no_age(silent, monkeypatch):
     watch = world.watch(waiting)
     assert looked(world, watch, 30, speaks=True) is None
     with monkeypatch.context() as patch:
-        patch.setattr(watch, "_store", None)
+        patch.setattr(watch, "_run", None)
         with pytest.raises(AttributeError):
             watch.poll()
         world.clock.advance(600)

@@ -12,6 +12,7 @@ from envscaler_airflow.owner import choose, freeze, intent
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import SupersededError, Waiting, Wake
 from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.run import Run, spec_name
 
 
 def test_the_spec_of_the_loser_of_a_race_is_never_run(world, monkeypatch):
@@ -32,7 +33,7 @@ def test_the_spec_of_the_loser_of_a_race_is_never_run(world, monkeypatch):
 
     [attempt] = world.state.attempts
     assert attempt.spec_hash == world.state.spec_hash
-    spec = freeze.read_document(world.store, world.prefix, attempt.spec_hash)
+    spec = Run(world.store, world.prefix).document(attempt.spec_hash)
     assert spec["entrypoint"] == ["python", "train.py"]
 
 
@@ -42,7 +43,7 @@ def test_a_spec_that_was_written_before_its_event_counts_for_nothing(world):
     world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
     dying = world.controller(max_tries=9)
     frozen = freeze.freeze(dying._stage.spec, world.store)
-    freeze.write(world.store, dying._key, frozen)
+    freeze.write(dying._run, frozen)
     retry = world.controller()
     retry.enter()
 
@@ -67,7 +68,7 @@ def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch
     world.controller(max_tries=9).enter()
 
     hashes = [attempt.spec_hash for attempt in world.state.attempts]
-    assert named == [freeze.spec_name(spec_hash) for spec_hash in hashes]
+    assert named == [spec_name(spec_hash) for spec_hash in hashes]
     assert len(set(named)) == 2
     assert asked.action == "leave"
 
@@ -132,7 +133,7 @@ def test_an_owner_that_slept_before_its_last_word_overwrites_no_result(world, mo
     """It had failed the run and hung; then the run was cleared and delivered."""
     first = world.controller()
     first.enter()
-    request_stop(world.store, world.prefix, reason="cancel", by="me")
+    request_stop(Run(world.store, world.prefix), reason="cancel", by="me")
     first.resume(Wake("request"))
     world.leave()
     report = json.dumps({"status": "succeeded"}).encode()
@@ -161,7 +162,7 @@ def test_a_request_that_takes_the_number_of_the_end_costs_no_result(world, monke
 
     def late(self, after, kind, body, **more):
         if kind == "attempt-ended" and not landed:
-            landed.append(request_stop(world.store, world.prefix, reason="late", by="me"))
+            landed.append(request_stop(Run(world.store, world.prefix), reason="late", by="me"))
         return append(self, after, kind, body, **more)
 
     monkeypatch.setattr(EventLog, "append", late)

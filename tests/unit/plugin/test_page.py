@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from envscaler_agent.protocol import Progress, Status, Transfer, claim_name, status_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.owner.freeze import spec_name
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.plugin import charts
 from envscaler_airflow.plugin import page as page_module
@@ -28,8 +27,9 @@ from envscaler_airflow.plugin.page_facts import (
     speeds,
 )
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store import events as store_events
+from envscaler_airflow.store import open_store
+from envscaler_airflow.store.run import Run, spec_name
 
 RECORDED = Path(__file__).parents[2] / "compat/0.1.0/run"
 EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\u202e\0"
@@ -78,7 +78,7 @@ def recorded(tmp_path):
 
 def begin(store, *, allocation=CPU, reason="first attempt of the generation", number=1):
     """Begin a run with one attempt that has started, and return its log."""
-    log = EventLog(store, "run", clock=lambda: 1000.0)
+    log = Run(store, "run", clock=lambda: 1000.0).events
     if number == 1:
         log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=ACTOR)
     body = {"generation": 1, "attempt": number, "allocation": allocation.to_dict(), "reason": reason}
@@ -94,7 +94,7 @@ def say(store, text, *, node=0, attempt=1):
 
 def test_a_recorded_run_is_told_whole(recorded):
     """Attempts, their machines, speed, decisions with reasons, cost and its breakdown."""
-    page = Elements(run_page(read_facts(recorded, "run"), now=2e9)).text
+    page = Elements(run_page(read_facts(Run(recorded, "run")), now=2e9)).text
 
     for words in (
         "Training: succeeded",
@@ -125,7 +125,7 @@ def test_the_speed_of_a_replaced_pod_is_shown_when_it_trained(store, monkeypatch
     """It counts from its claim; in a copied store, or without times, from the pod before it (D14)."""
     begin(store)
     _two_pods(store)
-    log = EventLog(store, "run", clock=lambda: 2000.0)
+    log = Run(store, "run", clock=lambda: 2000.0).events
     log.append_request("attempt-ended", {"generation": 1, "attempt": 1, "outcome": "failed"}, actor=ACTOR)
     read = type(store).read_dated
 
@@ -134,14 +134,14 @@ def test_the_speed_of_a_replaced_pod_is_shown_when_it_trained(store, monkeypatch
         return (found[0], dated) if found is not None and "/claims/" in name else found
 
     monkeypatch.setattr(type(store), "read_dated", read_dated)
-    facts = read_facts(store, "run")
+    facts = read_facts(Run(store, "run"))
 
     assert [rate.at for rate in facts.rates] == [1005.0, at]
 
 
 def test_speed_is_told_on_the_owners_clock(recorded):
     """Node 0's own seconds, counted from when the owner saw its attempt start; two lines for two attempts."""
-    facts = read_facts(recorded, "run")
+    facts = read_facts(Run(recorded, "run"))
     first, second = facts.state.attempts
 
     assert facts.unit == "samples"
@@ -156,7 +156,7 @@ def test_the_folder_is_only_read(recorded, tmp_path, monkeypatch):
     monkeypatch.setattr(store_events, "SNAPSHOT_EVERY", 5)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
-    run_page(read_facts(recorded, "run"), now=2e9)
+    run_page(read_facts(Run(recorded, "run")), now=2e9)
 
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
@@ -165,14 +165,17 @@ def test_no_run_is_none(store):
     """A task that is not a stage, or a stage that has not begun."""
     store.write("deployment.json", b"{}")
 
-    assert read_facts(store, "run") is None
+    assert read_facts(Run(store, "run")) is None
 
 
 def test_a_run_that_lives_asks_again_and_one_that_is_over_does_not(store, recorded):
     """A live page reloads every 15 seconds."""
     begin(store)
 
-    live, over = run_page(read_facts(store, "run"), now=1060), run_page(read_facts(recorded, "run"), now=2e9)
+    live, over = (
+        run_page(read_facts(Run(store, "run")), now=1060),
+        run_page(read_facts(Run(recorded, "run")), now=2e9),
+    )
 
     assert '<meta http-equiv="refresh" content="15">' in live
     assert "http-equiv" not in over
@@ -183,7 +186,7 @@ def test_a_live_attempt_costs_what_it_was_held_for(store):
     """0.36 USD an hour for a minute by the owner's clock."""
     begin(store)
 
-    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+    text = Elements(run_page(read_facts(Run(store, "run")), now=1060)).text
 
     assert "cost $0.006" in text
     assert "time 1 min" in text
@@ -193,13 +196,13 @@ def test_an_attempt_that_was_changed_in_place_is_told_whole(store):
     """An hour at 0.36 USD and one at 0.72: its resources, each price, and the cost of both."""
     begin(store)
     larger = Allocation(Offer(**NAMED, instance_type="cpu-2", usd_per_hour=0.72))
-    log = EventLog(store, "run", clock=lambda: 1000.0 + 3600)
+    log = Run(store, "run", clock=lambda: 1000.0 + 3600).events
     what = {"generation": 1, "attempt": 1, "kind": "resize", "target": larger.to_dict()}
     log.append_request("move-requested", {"target": larger.to_dict(), "reason": "faster"}, actor=ACTOR)
     log.append_request("change-intended", {**what, "request": 4, "reason": "faster"}, actor=ACTOR)
     log.append_request("changed", what, actor=ACTOR)
 
-    facts = read_facts(store, "run")
+    facts = read_facts(Run(store, "run"))
     text = Elements(run_page(facts, now=1000.0 + 7200)).text
     drawn = charts.lanes(facts.state.attempts, charts.Axis(1000.0, 8200.0), now=8200.0)
 
@@ -221,7 +224,7 @@ def test_where_each_price_of_a_mixed_allocation_is_from_is_told(store):
     rest = Offer(**spot, instance_type="cpu-1", usd_per_hour=0.12, price_source="the market")
     begin(store, allocation=Allocation(core, 2, rest=rest, rest_nodes=1))
 
-    text = Elements(run_page(read_facts(store, "run"), now=1000.0 + 3600)).text
+    text = Elements(run_page(read_facts(Run(store, "run")), now=1000.0 + 3600)).text
 
     assert "cost $0.48" in text
     assert "Price: the list Price: the market" in text
@@ -232,7 +235,7 @@ def test_what_is_not_known_is_said_to_be(store):
     free = Allocation(Offer(**NAMED, instance_type="cpu-1"))
     begin(store, allocation=free)
 
-    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+    text = Elements(run_page(read_facts(Run(store, "run")), now=1060)).text
 
     assert "step unknown" in text
     assert "local/cpu-1 unknown" in text
@@ -245,7 +248,7 @@ def test_the_parameters_that_a_run_was_made_with_are_told(store):
     body = {"parameters": {"rate": 0.5, "note": "<b>x</b>"}}
     store.write(f"run/{spec_name('h')}", json.dumps(body).encode())
 
-    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+    text = Elements(run_page(read_facts(Run(store, "run")), now=1060)).text
 
     assert "Parameters note <b>x</b> rate 0.5" in text
 
@@ -256,7 +259,7 @@ def test_a_spec_that_cannot_be_read_hides_nothing_else(store, spec):
     begin(store)
     store.write(f"run/{spec_name('h')}", spec)
 
-    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+    text = Elements(run_page(read_facts(Run(store, "run")), now=1060)).text
 
     assert "Parameters" not in text
     assert "local/cpu-1" in text
@@ -270,7 +273,7 @@ def test_the_newest_word_of_a_node_is_told(store):
     status = Status(generation=1, attempt=1, phase="running", progress=progress, usage=usage)
     say(store, status.to_json())
 
-    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+    text = Elements(run_page(read_facts(Run(store, "run")), now=1060)).text
 
     assert "step 7 of 10" in text
     assert "now 12.5 samples/s loss 0.25" in text
@@ -283,7 +286,7 @@ def test_how_far_a_transfer_is_is_told(store):
     moving = Transfer("restoring", "checkpoint 440", 12, 100)
     say(store, Status(generation=1, attempt=1, phase="restoring", transfer=moving).to_json())
 
-    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+    text = Elements(run_page(read_facts(Run(store, "run")), now=1060)).text
 
     assert "restoring, restoring checkpoint 440: 12 % of 100 bytes, ok" in text
 
@@ -316,7 +319,7 @@ def hostile(store, words):
     body = {"generation": 1, "attempt": 1, "outcome": "failed", "detail": words, "last_lines": [words]}
     log.append_request("attempt-ended", body, actor=ACTOR)
     log.append_request("failed", {"generation": 1, "reason": words}, actor=ACTOR)
-    return run_page(read_facts(store, "run"), now=1060)
+    return run_page(read_facts(Run(store, "run")), now=1060)
 
 
 def test_words_of_a_run_stay_words(store):
@@ -370,7 +373,7 @@ def test_a_metric_that_is_none_is_left_out(store, line):
     store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", line + b"\n" + good)
     store.write("run/metrics/what-is-this", b"?")
 
-    facts = read_facts(store, "run")
+    facts = read_facts(Run(store, "run"))
 
     assert facts.rates == (Rate(attempt=1, at=1002.0, per_s=10.0),)
     assert facts.unit == "steps"
@@ -384,7 +387,7 @@ def test_a_speed_that_no_chart_holds_is_left_out(t, step, store):
     lines = f'{{"t": 0, "step": 0}}\n{{"t": {t}, "step": {step}}}\n'
     store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", lines.encode())
 
-    assert "Training: active" in run_page(read_facts(store, "run"), now=1060)
+    assert "Training: active" in run_page(read_facts(Run(store, "run")), now=1060)
 
 
 def test_a_status_that_is_none_is_left_out(store):
@@ -392,8 +395,8 @@ def test_a_status_that_is_none_is_left_out(store):
     begin(store)
     say(store, b'{"schema": "9.0"}')
 
-    assert read_facts(store, "run").statuses == (None,)
-    assert "Training: active" in run_page(read_facts(store, "run"), now=1060)
+    assert read_facts(Run(store, "run")).statuses == (None,)
+    assert "Training: active" in run_page(read_facts(Run(store, "run")), now=1060)
 
 
 def test_a_run_whose_events_are_broken_says_so(recorded):
@@ -401,7 +404,7 @@ def test_a_run_whose_events_are_broken_says_so(recorded):
     recorded.write("run/events/000003.json", b'{"schema": "1.0", "number": 3}')
 
     with pytest.raises(ProtocolError, match=r"000003\.json"):
-        read_facts(recorded, "run")
+        read_facts(Run(recorded, "run"))
 
 
 def test_a_long_run_is_read_in_part(store):
@@ -427,7 +430,7 @@ def test_a_long_run_is_read_in_part(store):
             read.append(name)
             return original(name, **options)
 
-    facts = read_facts(Counting(), "run")
+    facts = read_facts(Run(Counting(), "run"))
 
     chunks = [name for name in read if "/metrics/" in name]
     assert len(chunks) == MOST_CHUNKS
@@ -441,7 +444,7 @@ def test_a_large_chunk_and_a_large_cluster_are_cut(store):
     begin(store, allocation=Allocation(CPU.offer, nodes=500))
     store.write("run/metrics/g1-a1-n0-c1-000001.jsonl", b'{"t": 1, "step": 1}\n' * 100_000)
 
-    facts = read_facts(store, "run")
+    facts = read_facts(Run(store, "run"))
 
     assert facts.rates == ()
     assert len(facts.statuses) == MOST_NODES
@@ -451,14 +454,14 @@ def test_a_large_chunk_and_a_large_cluster_are_cut(store):
 def test_a_page_has_an_end(store, monkeypatch):
     """Attempts with endless reasons: the newest ones (3 here), each cut."""
     monkeypatch.setattr(page_module, "MOST_ATTEMPTS", 3)
-    log = EventLog(store, "run", clock=lambda: 1000.0)
+    log = Run(store, "run", clock=lambda: 1000.0).events
     log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=ACTOR)
     for number in range(1, 9):
         body = {"generation": 1, "attempt": number, "allocation": CPU.to_dict(), "reason": "x" * 50_000}
         log.append(2 * number - 1, "attempt-intended", body, actor=ACTOR)
         log.append(2 * number, "attempt-ended", {"generation": 1, "attempt": number, "outcome": "lost"})
 
-    page = run_page(read_facts(store, "run"), now=1060)
+    page = run_page(read_facts(Run(store, "run")), now=1060)
 
     assert "5 earlier attempts are not shown" in page
     assert len(page) < 30_000
@@ -471,7 +474,7 @@ def test_a_clear_begins_the_page_anew(store):
     log.append_request("attempt-ended", {"generation": 1, "attempt": 1, "outcome": "failed"}, actor=ACTOR)
     log.append_request("generation", {"generation": 2, "spec_hash": "h"}, actor=ACTOR)
 
-    text = Elements(run_page(read_facts(store, "run"), now=1060)).text
+    text = Elements(run_page(read_facts(Run(store, "run")), now=1060)).text
 
     assert "attempts 0 generation 2" in text
     assert "None has begun yet." in text
@@ -504,7 +507,7 @@ def test_time_has_round_ticks():
 
 def test_marks_stay_on_the_chart(recorded):
     """Also marks after its end, from another clock."""
-    facts = read_facts(recorded, "run")
+    facts = read_facts(Run(recorded, "run"))
     axis = charts.time_axis(facts.state.attempts, now=2e9)
     drawn = charts.curve([Rate(1, 0.0, 5.0), Rate(1, 9e9, 7.0)], axis)
 
@@ -541,7 +544,7 @@ def test_a_part_of_the_work_is_not_compared_with_the_whole(status, recorded, tmp
         log.append_request("attempt-ended", end, actor=ACTOR)
         log.append_request(status, {"generation": 1, "reason": "asked for"}, actor=ACTOR)
 
-    text = Elements(run_page(read_facts(recorded, "run"), now=2e9)).text
+    text = Elements(run_page(read_facts(Run(recorded, "run")), now=2e9)).text
 
     assert f"Training: {status}" in text
     assert "local/cpu-1 would have cost $0." in text

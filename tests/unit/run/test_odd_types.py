@@ -18,8 +18,9 @@ from envscaler_airflow.run import Actor, Event, Facts, fold, next_action
 from envscaler_airflow.run.event_bodies import _BODIES
 from envscaler_airflow.run.events import EVENT_TYPES
 from envscaler_airflow.run.narration import describe
-from envscaler_airflow.store import open_store, read_lease, renew_lease
+from envscaler_airflow.store import open_store
 from envscaler_airflow.store.lease import LEASE
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ScriptedBackend
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -192,7 +193,7 @@ def test_a_control_with_any_json_in_it_is_told(data, odd):
 def leased(tmp_path_factory):
     """A store with a lease."""
     store = open_store(f"file://{tmp_path_factory.mktemp('lease')}")
-    renew_lease(store, "run", holder="h", waits="w", ages={"silent-g1-a1": 3.0})
+    Run(store, "run").lease.renew(holder="h", waits="w", ages={"silent-g1-a1": 3.0})
     return store, json.loads(store.read(f"run/{LEASE}"))
 
 
@@ -212,10 +213,10 @@ def test_a_lease_with_odd_fields_is_told_and_begun_anew(leased):
     for text in texts:
         store.write(f"run/{LEASE}", text.encode())
         try:
-            read_lease(store, "run")
+            Run(store, "run").lease.read()
         except ProtocolError:
             told += 1
-        renewed = renew_lease(store, "run", holder="h")
-        assert renewed == read_lease(store, "run")
+        renewed = Run(store, "run").lease.renew(holder="h")
+        assert renewed == Run(store, "run").lease.read()
 
     assert told > len(ODD)

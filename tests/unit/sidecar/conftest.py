@@ -18,8 +18,8 @@ from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.snapshots import Snapshots
 from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
 from envscaler_airflow.store import manifests
-from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
+from envscaler_airflow.store.run import Run
 
 CALLS = (
     "read",
@@ -160,7 +160,7 @@ class Bench:
 def store(tmp_path):
     """The store of the run."""
     (tmp_path / "store").mkdir()
-    return FlakyStore(for_run(FileStore(tmp_path / "store"), "d/run"))
+    return FlakyStore(Run(FileStore(tmp_path / "store"), "d/run"))
 
 
 @pytest.fixture

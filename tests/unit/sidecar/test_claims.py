@@ -7,7 +7,6 @@ import pytest
 from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import Control, Ended, Status, claim_name, status_name
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.owner.run_watch import read_status
 from envscaler_airflow.sidecar import claim as standing
 from envscaler_airflow.sidecar.context import SetupCancelledError
 from envscaler_airflow.sidecar.loop import Sidecar, Speaker, compose
@@ -20,6 +19,7 @@ from envscaler_airflow.store import manifests
 from envscaler_airflow.store.checkpoints import complete_checkpoints, prune, read_checkpoint
 from envscaler_airflow.store.claims import Claim, newest_claim, take_claim
 from envscaler_airflow.store.logs import CLAIM_CHUNKS, read_logs
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.faulty_store import FaultyStore
 
 NODE = {"generation": 1, "attempt": 2, "node": 0}
@@ -116,12 +116,12 @@ def test_only_the_pod_that_claimed_last_is_heard(bench, store):
     old = bench.site
     claim(store, "old")
     Speaker(old).step(compose(old, Status(phase="running"), is_over=False))
-    assert read_status(store, "", attempt=(1, 2), node=0).claim == 1
+    assert Run(store, "").status((1, 2)).claim == 1
 
     claim(store, "new")
     Speaker(old).step(compose(old, Status(phase="checkpointing"), is_over=False))
 
-    assert read_status(store, "", attempt=(1, 2), node=0) is None
+    assert Run(store, "").status((1, 2)) is None
 
 
 def test_a_pod_with_a_lower_claim_publishes_nothing_and_ends(bench, store, tmp_path):
@@ -206,12 +206,12 @@ def test_the_log_of_a_replaced_node_goes_on_with_its_next_pod(store):
     """Two chunks of the lost pod, then those of the new one; the cursor has the position (D1)."""
     claim(store, "old")
     store.write("logs/g1-a2-n0-c1-000001.log", b"old 1\n")
-    text, cursor = read_logs(store, "", attempt=(1, 2), node=0)
+    text, cursor = read_logs(Run(store, ""), attempt=(1, 2), node=0)
     assert (text, cursor) == (b"old 1\n", (2, 0))
 
     claim(store, "new")
     store.write("logs/g1-a2-n0-c2-000001.log", b"new 1\n")
-    text, cursor = read_logs(store, "", attempt=(1, 2), node=0, cursor=cursor)
+    text, cursor = read_logs(Run(store, ""), attempt=(1, 2), node=0, cursor=cursor)
 
     assert (text, cursor) == (b"new 1\n", (CLAIM_CHUNKS + 2, 0))
 

@@ -7,7 +7,7 @@ import pytest
 from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow.sidecar.context import UnheededError
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
-from envscaler_airflow.store.lease import LEASE, renew_lease
+from envscaler_airflow.store.lease import LEASE, LeaseFile
 
 NAME = control_name(1, 2)
 
@@ -77,7 +77,7 @@ def test_a_word_that_comes_late_does_not_undo_the_later_one(bench):
 def lease_bench(bench, store):
     """Return a watch of an attempt with an owner, orphaned after 300 s, grace 30 s."""
     bench.owner_asks(sequence=4, orphan_after_s=300, grace_s=30, candidates=("g1-step-00000100-a1",))
-    renew_lease(store, holder="trigger")
+    LeaseFile(store).renew(holder="trigger")
     watch = OwnerWatch(bench.site)
     watch.step()
     return watch
@@ -87,7 +87,7 @@ def test_a_lease_that_moves_keeps_the_attempt(bench, store):
     """Renewed every minute: for an hour nothing happens."""
     watch = lease_bench(bench, store)
     for _ in range(60):
-        renew_lease(store, holder="trigger")
+        LeaseFile(store).renew(holder="trigger")
         run(bench, watch, 60, every=10)
 
     assert control(bench).action == "run"
@@ -150,7 +150,7 @@ def test_an_orphan_stays_one(bench, store):
     """Owner back, sidecar killed and restarted: the requested drain is still carried out."""
     watch = lease_bench(bench, store)
     run(bench, watch, 330)
-    renew_lease(store, holder="trigger")
+    LeaseFile(store).renew(holder="trigger")
     bench.owner_asks(sequence=9)
     bench.spool.control.unlink()
 

@@ -12,6 +12,7 @@ from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.backend import cpu_offer
 
 SPOT = Path(__file__).parents[2] / "data" / "spot"
@@ -91,7 +92,7 @@ def test_a_run_is_replayed_though_its_policy_is_not_installed_here(tmp_path):
     """Another policy replays it; one line names the run's own policy."""
     store, here = open_store(f"file://{tmp_path}"), Allocation(cpu_offer(1))
     check_store(store)
-    log = DecisionLog(store, "dep/dag/run/train/-1", writer="sensor", monotonic=lambda: 0.0)
+    log = DecisionLog(Run(store, "dep/dag/run/train/-1"), writer="sensor", monotonic=lambda: 0.0)
     log.add(Check(Observation(here), Policy("theirs"), Decision("keep", here, "so they said", "theirs")))
     log.close()
     asked = ["run", "dep/dag/run/train", "--store", store.url, "--json"]

@@ -19,6 +19,7 @@ from envscaler_airflow.simulate.env import ElasticEnv, SpotEnv
 from envscaler_airflow.simulate.reports import replay_run
 from envscaler_airflow.simulate.spot import simulate_spot
 from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run import Run
 
 JOB = SpotJob(40, 600.0, 4 * 3600.0, 720.0, 3.0, 1.0)
 ZONES = {"z": [1, 1, 1, 0, 0, 1, 1, 0] * 5}
@@ -225,7 +226,7 @@ def test_nonsense_of_another_package_moves_nothing_and_is_named(said, monkeypatc
     policy = Policy("odd", max_nodes=4, stabilization_s=0.0)
     with forgotten():
         bring_propose(monkeypatch, odd=lambda seen, _policy: said(seen))
-        got = decide(seen, policy, policies=policies_of(open_store(f"file://{tmp_path}"), "run"))
+        got = decide(seen, policy, policies=policies_of(Run(open_store(f"file://{tmp_path}"), "run")))
 
     assert got.action == "keep"
     assert "policy 'odd' (odd:policy)" in got.reason

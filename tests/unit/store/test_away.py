@@ -7,9 +7,9 @@ import pytest
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import open_store
-from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.logs import MAX_CHUNK_BYTES, read_logs
+from envscaler_airflow.store.run import Run
 
 BODY = {"generation": 1, "spec_hash": "A"}
 
@@ -63,7 +63,7 @@ def test_a_folder_that_went_away_gives_no_answer_and_is_not_made_anew(store, fol
 
 def test_an_event_is_never_appended_to_a_store_that_is_not_the_runs(store, folder, tmp_path):
     """The owner knows event 1 and would create number 2 in an empty folder."""
-    log = EventLog(store, "run")
+    log = Run(store, "run").events
     log.append(0, "generation", BODY, actor=Actor("ti"))
     folder.rename(tmp_path / "away")
     folder.mkdir()
@@ -90,7 +90,7 @@ def test_a_chunk_that_is_no_chunk_hides_nothing_of_the_log(store):
     store.write("run/logs/g1-a1-n0-c1-000002.log", b"x" * (MAX_CHUNK_BYTES + 1))
     store.write("run/logs/g1-a1-n0-c1-000003.log", b"three\n")
 
-    text, cursor = read_logs(store, "run", attempt=(1, 1), node=0)
+    text, cursor = read_logs(Run(store, "run"), attempt=(1, 1), node=0)
 
     first, middle, last = text.decode().splitlines()
     assert (first, last, cursor) == ("one", "three", (4, 0))

@@ -9,7 +9,6 @@ from fakes.store_reader import newest_good
 from envscaler_agent.protocol import Control, Manifest, control_name
 from envscaler_airflow.errors import CheckpointError, StoreError
 from envscaler_airflow.store import manifests
-from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.checkpoints import (
     complete_checkpoints,
     fence_of,
@@ -18,6 +17,7 @@ from envscaler_airflow.store.checkpoints import (
     resume_order,
 )
 from envscaler_airflow.store.file import FileStore
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore
 
 A1, A2, A3 = "g1-step-00000100-a1", "g1-step-00000200-a1", "g1-step-00000300-a1"
@@ -29,7 +29,7 @@ BYTES = b"0123456789"
 def store(tmp_path):
     """The store of one run."""
     (tmp_path / "store").mkdir()
-    return for_run(FileStore(tmp_path / "store"), "d/run")
+    return Run(FileStore(tmp_path / "store"), "d/run")
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_store_that_does_not_answer_rejects_nothing(store, save, monkeypatch):
     def down(*_):
         raise StoreError("down")
 
-    monkeypatch.setattr(store._store, "size", down)
+    monkeypatch.setattr(store.store, "size", down)
     with pytest.raises(StoreError):
         newest_good(store, attempt=2, candidates=[A1])
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_half_deleted_never_looks_complete(store, save, monkeypatch
     """The sidecar dies right after the first delete: the manifest is deleted first."""
     for name in (A1, A2, A3):
         save(name)
-    monkeypatch.setattr(store._store, "delete_tree", lambda _: (_ for _ in ()).throw(StoreError("down")))
+    monkeypatch.setattr(store.store, "delete_tree", lambda _: (_ for _ in ()).throw(StoreError("down")))
 
     with pytest.raises(StoreError):
         pruned(store)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store import file as file_module
+from envscaler_airflow.store import open_store
 from envscaler_airflow.store.clock import STEP_S, StoreDates, date_of, written_at
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.s3 import S3Store
 from envscaler_airflow.testing import ManualClock
 
@@ -61,9 +62,9 @@ def test_where_nothing_can_be_asked_this_machine_s_time_counts(tmp_path):
 
 def test_an_event_has_the_store_s_time_whatever_the_clock_of_its_writer(store, off):
     """A machine writes and reads it whose clock is an hour off (A6)."""
-    EventLog(store, "run").append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    Run(store, "run").events.append(0, "generation", {"generation": 1, "spec_hash": "a"})
 
-    [event] = EventLog(store, "run").read()
+    [event] = Run(store, "run").events.read()
 
     assert event.at == pytest.approx(off(), abs=5)
 
@@ -71,21 +72,21 @@ def test_an_event_has_the_store_s_time_whatever_the_clock_of_its_writer(store, o
 def test_no_event_is_later_than_its_file(store):
     """A writer whose clock was an hour ahead, as versions before this one wrote them (A6)."""
     later = time.time() + HOUR
-    EventLog(store, "run", clock=lambda: later).append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    Run(store, "run", clock=lambda: later).events.append(0, "generation", {"generation": 1, "spec_hash": "a"})
 
-    [event] = EventLog(store, "run").read()
+    [event] = Run(store, "run").events.read()
 
     assert event.at == pytest.approx(time.time(), abs=5)
 
 
 def test_a_copied_store_keeps_the_times_of_its_events(store):
     """Its files are new, but the run is not (A6)."""
-    log = EventLog(store, "run")
+    log = Run(store, "run").events
     log.append(0, "generation", {"generation": 1, "spec_hash": "a"})
     [written] = log.read()
     os.utime(store.root / "run/events/000001.json", (written.at + 9 * HOUR,) * 2)
 
-    [read] = EventLog(store, "run").read()
+    [read] = Run(store, "run").events.read()
 
     assert read.at == pytest.approx(written.at, abs=5)
 

@@ -12,6 +12,7 @@ from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import CHUNK_S, DecisionLog, read_decisions
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -29,7 +30,7 @@ def made(tmp_path):
     """A log in a new store, with its clock."""
     store, clock = open_store(f"file://{tmp_path}/store"), ManualClock()
     check_store(store)
-    return store, clock, DecisionLog(store, "run", writer="sensor-1", monotonic=clock.monotonic)
+    return store, clock, DecisionLog(Run(store, "run"), writer="sensor-1", monotonic=clock.monotonic)
 
 
 def test_keeps_for_the_same_reason_are_one_line_with_a_count(tmp_path):
@@ -40,7 +41,7 @@ def test_keeps_for_the_same_reason_are_one_line_with_a_count(tmp_path):
         log.add(check(second, reason=f"no move saves more than 10% of ${dollars}"))
     log.close()
 
-    assert list(read_decisions(store, "run")) == [
+    assert list(read_decisions(Run(store, "run"))) == [
         (check(60, reason="no move saves more than 10% of $1.48"), 3)
     ]
 
@@ -54,7 +55,7 @@ def test_every_phase_has_a_line_though_their_names_differ_by_a_number_alone(tmp_
         log.add(replace(seen, observation=replace(seen.observation, training_phase=phase)))
     log.close()
 
-    found = [(seen.observation.training_phase, times) for seen, times in read_decisions(store, "run")]
+    found = [(seen.observation.training_phase, times) for seen, times in read_decisions(Run(store, "run"))]
     assert found == [("stage1", 2), ("stage2", 2)]
 
 
@@ -84,13 +85,13 @@ def test_a_chunk_is_closed_after_ten_minutes(tmp_path):
 def test_two_observers_and_a_restart_keep_each_others_chunks(tmp_path):
     """A second trigger of the same sensor uses the next number; another writer its own."""
     store, clock, log = made(tmp_path)
-    twin = DecisionLog(store, "run", writer="sensor-1", monotonic=clock.monotonic)
-    other = DecisionLog(store, "run", writer="sensor-2", monotonic=clock.monotonic)
+    twin = DecisionLog(Run(store, "run"), writer="sensor-1", monotonic=clock.monotonic)
+    other = DecisionLog(Run(store, "run"), writer="sensor-2", monotonic=clock.monotonic)
 
     for second, writer in [(0, log), (10, twin), (20, other)]:
         writer.add(check(second, "move", "saves $1"))
 
-    assert [seen.observation.elapsed_s for seen, _ in read_decisions(store, "run")] == [0, 10, 20]
+    assert [seen.observation.elapsed_s for seen, _ in read_decisions(Run(store, "run"))] == [0, 10, 20]
     assert len(store.children("run/decisions")) == 3
 
 
@@ -103,7 +104,7 @@ def test_torn_lines_and_other_versions_are_left_out(tmp_path):
 
     store.write("run/decisions/zz-000001.jsonl", good[:40] + b"\n" + newer + b"\nnull\n")
 
-    assert len(list(read_decisions(store, "run"))) == 1
+    assert len(list(read_decisions(Run(store, "run")))) == 1
 
 
 def test_a_chunk_that_is_too_large_ends_no_reader(tmp_path):
@@ -113,7 +114,7 @@ def test_a_chunk_that_is_too_large_ends_no_reader(tmp_path):
     log.add(replace(talkative, decision=replace(talkative.decision, numbers={"x": "x" * (5 << 20)})))
     log.add(check(30, "move", "saves $1"))
 
-    assert [seen.observation.elapsed_s for seen, _ in read_decisions(store, "run")] == [30]
+    assert [seen.observation.elapsed_s for seen, _ in read_decisions(Run(store, "run"))] == [30]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_a_line_of_numbers_that_no_machine_has_is_left_out(tmp_path, line):
 
     store.write("run/decisions/zz-000001.jsonl", line.replace("GOOD", json.dumps(good)).encode())
 
-    assert len(list(read_decisions(store, "run"))) == 1
+    assert len(list(read_decisions(Run(store, "run")))) == 1
 
 
 def test_chunks_are_read_beside_each_other_and_kept_in_order(tmp_path):
@@ -151,6 +152,6 @@ def test_chunks_are_read_beside_each_other_and_kept_in_order(tmp_path):
             meeting.wait()
             return store.read(name, max_bytes=max_bytes)
 
-    found = [read.observation.elapsed_s for read, _ in read_decisions(Meeting(), "run")]
+    found = [read.observation.elapsed_s for read, _ in read_decisions(Run(Meeting(), "run"))]
 
     assert found == [number * CHUNK_S for number in range(4)]

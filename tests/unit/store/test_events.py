@@ -12,6 +12,7 @@ from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.store import EventLog, event_snapshots, open_store
 from envscaler_airflow.store import events as module
 from envscaler_airflow.store.events import event_name, snapshot_name
+from envscaler_airflow.store.run import Run
 
 EVERY = 50
 ACTOR = Actor("ti-1", 1, 3)
@@ -67,7 +68,7 @@ def store(tmp_path):
 
 def log_of(store, writer=None, **options):
     """A log with a constant clock."""
-    return EventLog(store, "run", clock=lambda: 7.5, writer=writer, **options)
+    return EventLog(Run(store, "run", clock=lambda: 7.5), writer=writer, **options)
 
 
 def attempts(count):
@@ -268,7 +269,7 @@ def test_a_request_finds_its_number_in_few_looks(store):
 
 def test_a_request_that_loses_tries_again(store):
     """An owner that appends at the same moment twice only delays it."""
-    other = EventLog(store._store, "run", clock=lambda: 1.0)
+    other = Run(store._store, "run", clock=lambda: 1.0).events
     other.append(0, *BEGIN)
     races = [1, 2]
 
@@ -415,7 +416,7 @@ def test_a_second_load_reads_only_what_is_new(store):
 
     log.load()
     assert store.count("read", "size") == 1
-    EventLog(store._store, "run").append_request("stop-requested", {})
+    Run(store._store, "run").events.append_request("stop-requested", {})
     assert log.load().number == 12
     assert store.count("read", "size") == 2
 

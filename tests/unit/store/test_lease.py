@@ -3,7 +3,9 @@
 import pytest
 
 from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.store import Lease, LeaseWatch, open_store, read_lease, renew_lease
+from envscaler_airflow.store import Lease, LeaseWatch, open_store
+from envscaler_airflow.store.lease import LeaseFile
+from envscaler_airflow.store.run import Run
 
 
 @pytest.fixture
@@ -27,14 +29,14 @@ class Clock:
 
 def test_a_lease_begins_at_one_and_grows_by_one(store):
     """For any owner that renews it."""
-    assert read_lease(store, "run") is None
+    assert Run(store, "run").lease.read() is None
 
-    first = renew_lease(store, "run", holder="slice")
-    second = renew_lease(store, "run", holder="trigger")
+    first = Run(store, "run").lease.renew(holder="slice")
+    second = Run(store, "run").lease.renew(holder="trigger")
 
     assert first == Lease(1, "slice")
     assert second == Lease(2, "trigger")
-    assert read_lease(store, "run") == second
+    assert Run(store, "run").lease.read() == second
 
 
 @pytest.mark.parametrize(
@@ -54,15 +56,15 @@ def test_what_is_no_lease_is_refused_by_readers_and_replaced_by_the_owner(store,
     store.write("lease/run.json", text)
 
     with pytest.raises(ProtocolError, match=r"lease/run\.json"):
-        read_lease(store)
-    assert renew_lease(store, holder="h") == Lease(1, "h")
+        LeaseFile(store).read()
+    assert LeaseFile(store).renew(holder="h") == Lease(1, "h")
 
 
 def test_a_newer_lease_is_read(store):
     """A later minor version may add fields."""
     store.write("lease/run.json", b'{"schema":"1.7","counter":5,"more":[]}')
 
-    assert read_lease(store) == Lease(5)
+    assert LeaseFile(store).read() == Lease(5)
 
 
 def test_a_lease_that_cannot_be_read_is_not_renewed(store, monkeypatch):
@@ -74,9 +76,9 @@ def test_a_lease_that_cannot_be_read_is_not_renewed(store, monkeypatch):
     monkeypatch.setattr(store, "read", away)
 
     with pytest.raises(StoreError):
-        renew_lease(store, holder="h")
+        LeaseFile(store).renew(holder="h")
     monkeypatch.undo()
-    assert read_lease(store) is None
+    assert LeaseFile(store).read() is None
 
 
 def watch_of(clock, *, max_gap_s=120.0):

@@ -7,10 +7,10 @@ from fakes.store_reader import fetch_output, read_output
 
 from envscaler_airflow.errors import CheckpointError, StoreError
 from envscaler_airflow.store import manifests
-from envscaler_airflow.store.base import for_run
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.manifests import stored_path, walk
 from envscaler_airflow.store.outputs import Hooks, is_output_uri, open_folder, put_output
+from envscaler_airflow.store.run import Run
 
 WHO = {"attempt": (1, 2), "claim": 1}
 
@@ -19,7 +19,7 @@ WHO = {"attempt": (1, 2), "claim": 1}
 def store(tmp_path):
     """The store of one run."""
     (tmp_path / "store/d/run").mkdir(parents=True)
-    return for_run(FileStore(tmp_path / "store"), "d/run")
+    return Run(FileStore(tmp_path / "store"), "d/run")
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_repeated_upload_never_mixes_with_the_old_one(store, model, monkeypatc
     def down(*_):
         raise StoreError("down")
 
-    monkeypatch.setattr(store._store, "put_file", down)
+    monkeypatch.setattr(store.store, "put_file", down)
     with pytest.raises(StoreError):
         put_output(store, "model", model, **WHO)
 

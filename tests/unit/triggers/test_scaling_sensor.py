@@ -33,6 +33,7 @@ from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
 from envscaler_airflow.triggers import scaling_checks as checks_module
 from envscaler_airflow.triggers.scaling_checks import Checks
@@ -68,17 +69,15 @@ class World:
 
     def log(self, map_index=-1):
         """Return the events of a run of the stage."""
-        return EventLog(self.store, f"{FOLDER}/{map_index}")
+        return Run(self.store, f"{FOLDER}/{map_index}").events
 
     def begin(self, map_index=-1, *, deadline_s=None):
         """Start the run's first attempt."""
         controller = Controller(
-            store=self.store,
-            key=RunKey("unit", "dag", "run", "train", map_index),
+            run=Run(self.store, RunKey("unit", "dag", "run", "train", map_index), clock=self.clock.time),
             backend=self.backend,
             actor=Actor("ti-1", 1, 3),
             stage=Stage(self.spec, "train.yaml", value_of_hour=100.0, deadline_s=deadline_s),
-            clock=self.clock.time,
         )
         controller.enter()
 
@@ -228,7 +227,7 @@ def test_sends_no_second_request_before_the_answer(world):
     event = world.wanted()
     target = Allocation.from_dict(event["target"])
     request_move(
-        world.store, PREFIX, target=target, from_attempt=(1, 1), because={"reason": "r", "numbers": {}}
+        Run(world.store, PREFIX), target=target, from_attempt=(1, 1), because={"reason": "r", "numbers": {}}
     )
 
     deferred(lambda: sensor_of(world).resume(context_of(), event))

@@ -18,8 +18,9 @@ from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store import EventLog, RunKey, check_store, open_store, read_lease, renew_lease
+from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
 from envscaler_airflow.store.lease import SensorLease, SensorWatch, read_task_log
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
 from envscaler_airflow.triggers import stage_trigger as stage_module
 from envscaler_airflow.triggers import stage_watch as look_module
@@ -50,7 +51,7 @@ class World:
         self.store = FaultyStore(open_store(self.url))
         check_store(self.store)
         self.backend = ScriptedBackend()
-        self.log = EventLog(self.store, KEY.prefix)
+        self.log = Run(self.store, KEY).events
         request = AttemptRequest(self.url, KEY.prefix, "dag.train", 1, 1, ALLOCATION, ("true",))
         self.handle = self.backend.submit(request)
         self.append("generation", {"generation": 1, "spec_hash": "h"})
@@ -169,14 +170,14 @@ def test_advances_the_cursor_before_it_shows_a_line(world):
     lines = said(look)
 
     assert lines == ["step 1"]
-    assert read_task_log(world.store, KEY.prefix).shown == {"g1-a1-n0": (2, 0)}
+    assert read_task_log(Run(world.store, KEY)).shown == {"g1-a1-n0": (2, 0)}
 
 
 def test_cuts_no_line_at_the_budget(world):
     """The first check ends after a complete line, the next one begins there, across chunks."""
     world.print(1, "aaaa\nbbbb\ncccc\n")
     world.print(2, "dddd\n")
-    tail = Tail(world.store, KEY.prefix, attempt=(1, 1), nodes=1, holder="t", monotonic=lambda: 0.0)
+    tail = Tail(Run(world.store, KEY), attempt=(1, 1), nodes=1, holder="t", monotonic=lambda: 0.0)
 
     looks = [[line for shown in tail.read(budget=8) for line in shown.lines] for _ in range(5)]
 
@@ -186,7 +187,7 @@ def test_cuts_no_line_at_the_budget(world):
 def test_shows_a_line_larger_than_the_budget_in_parts(world):
     """Otherwise it would block every line that follows."""
     world.print(1, "a" * 20 + "\nb\n")
-    tail = Tail(world.store, KEY.prefix, attempt=(1, 1), nodes=1, holder="t", monotonic=lambda: 0.0)
+    tail = Tail(Run(world.store, KEY), attempt=(1, 1), nodes=1, holder="t", monotonic=lambda: 0.0)
 
     looks = [[line for shown in tail.read(budget=8) for line in shown.lines] for _ in range(3)]
 
@@ -216,8 +217,7 @@ def test_renews_the_lease_every_minute(world):
     """Two checks within the minute raise the counter once, one after it once more."""
     now = [0.0]
     look = look_module.Look(
-        world.store,
-        KEY.prefix,
+        Run(world.store, KEY),
         Watching.from_dict(world.watching()),
         compute="local",
         holder="t",
@@ -226,7 +226,7 @@ def test_renews_the_lease_every_minute(world):
     counters = []
     for now[0] in (0.0, 30.0, 61.0):
         said(look)
-        counters.append(read_lease(world.store, KEY.prefix).counter)
+        counters.append(Run(world.store, KEY).lease.read().counter)
 
     assert counters == [1, 1, 2]
 
@@ -258,7 +258,7 @@ def test_says_how_far_a_transfer_is_that_lasts(world):
     """After a minute, and each minute in which it advanced; a shorter transfer logs nothing (F6)."""
     now = [0.0]
     watching = Watching.from_dict(world.watching())
-    look = Look(world.store, KEY.prefix, watching, compute="x", holder="t", monotonic=lambda: now[0])
+    look = Look(Run(world.store, KEY), watching, compute="x", holder="t", monotonic=lambda: now[0])
     shown = []
     for now[0], done in [(0, 0), (30, 10), (59, 20), (61, 30), (90, 40), (121, 50), (200, 50), (260, None)]:
         moving = None if done is None else Transfer("restoring", "checkpoint 440", done, 100)
@@ -272,13 +272,13 @@ def test_says_how_far_a_transfer_is_that_lasts(world):
 
 def test_says_once_what_the_machines_wait_for(world):
     """In the log once per change, and in the lease for a shell; texts that alternate are logged once each."""
-    look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
+    look = Look(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
     pull = {"reason": "image", "detail": "ErrImagePull of train:1"}
     again = {"reason": "image", "detail": "ImagePullBackOff of train:1"}
 
     def seen(state, **why):
         world.backend.set_state(world.handle, state, **why)
-        return said(look), read_lease(world.store, KEY.prefix).waits
+        return said(look), Run(world.store, KEY).lease.read().waits
 
     shown = [
         seen("pending", reason="scheduling", detail="0/2 nodes are available"),
@@ -306,7 +306,7 @@ def test_says_once_what_the_machines_wait_for(world):
 
 def test_what_is_waited_for_costs_no_event(world):
     """The next check retries a lease that could not be written; the trigger still reports the request."""
-    look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
+    look = Look(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
     said(look)
     world.backend.set_state(world.handle, "pending", detail="no room")
     world.log.append_request("move-requested", {"target": ALLOCATION.to_dict()}, actor=None)
@@ -317,12 +317,12 @@ def test_what_is_waited_for_costs_no_event(world):
 
     assert (refused, again) == (["waits: no room"], [])
     assert wake["detail"] == "move-requested"
-    assert read_lease(world.store, KEY.prefix).waits == "no room"
+    assert Run(world.store, KEY).lease.read().waits == "no room"
 
 
 def test_a_stage_that_waits_for_nothing_says_nothing(world):
     """From the first check on."""
-    look = Look(world.store, KEY.prefix, Watching.from_dict(world.watching()), compute="x", holder="t")
+    look = Look(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
 
     assert said(look) == []
     assert said(look) == []
@@ -331,8 +331,8 @@ def test_a_stage_that_waits_for_nothing_says_nothing(world):
 def test_a_scaled_stage_without_a_sensor_says_so_once(world):
     """After five minutes of its own clock, and again after a sensor started and ended."""
     now = [0.0]
-    watch = SensorWatch(world.store, KEY.prefix, monotonic=lambda: now[0])
-    lease = SensorLease(world.store, KEY.prefix, monotonic=lambda: now[0])
+    watch = SensorWatch(Run(world.store, KEY), monotonic=lambda: now[0])
+    lease = SensorLease(Run(world.store, KEY), monotonic=lambda: now[0])
     told = []
     for now[0] in (0.0, 299.0, 360.0, 420.0):
         told.append(watch.news() is not None)
@@ -465,7 +465,7 @@ def test_a_late_kill_of_a_try_whose_id_came_back_does_nothing(world):
 def test_a_kill_that_races_with_a_new_owner_does_nothing(world, monkeypatch):
     """The new try's event arrives between read and request: its number is taken, and the kill sees it."""
     trigger = world.trigger()
-    rival = EventLog(world.store, KEY.prefix)
+    rival = Run(world.store, KEY).events
     real, once = EventLog.load, []
 
     def load(self):
@@ -507,7 +507,7 @@ def test_a_kill_without_a_store_leaves_it_to_the_lease(world, capsys):
 
 def test_cleanup_stops_nothing(world):
     """Every restart of a triggerer calls it."""
-    renew_lease(world.store, KEY.prefix, holder="t")
+    Run(world.store, KEY).lease.renew(holder="t")
     before = world.log.load().number
 
     asyncio.run(world.trigger().cleanup())

@@ -1,0 +1,195 @@
+"""A run in a store: its folder, and what each part of it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from envscaler_agent.protocol import (
+    MAX_JSON_BYTES,
+    Control,
+    Progress,
+    Status,
+    Transfer,
+    control_name,
+    status_name,
+)
+from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.store.base import Store, StoreView
+from envscaler_airflow.store.checkpoints import read_control
+from envscaler_airflow.store.claims import newest_claim
+from envscaler_airflow.store.events import EventLog
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.lease import LeaseFile
+
+if TYPE_CHECKING:
+    from envscaler_airflow.envspec import EnvSpec
+
+RUN = "run.json"
+PLAN = "plan.json"
+RESULT = "result.json"
+ARCHIVE_FIELD = "workdir_archive"
+"""Field added to the spec's own; names the archive of its workdir."""
+MAX_KEY_BYTES = 1 << 16
+"""Largest ``run.json`` read, bytes. Chosen: a key takes less than a kilobyte."""
+MAX_SPEC_BYTES = 1 << 22
+"""Largest frozen spec read, bytes. Chosen: far more than the loader accepts."""
+MOST = 2**53
+"""Largest count or amount believed. Source: beyond it doubles, and most JSON readers, skip whole numbers."""
+_SIGNED = frozenset({"loss", "accuracy"})
+_Report = TypeVar("_Report", Status, Progress)
+
+
+def spec_name(spec_hash: str) -> str:
+    """Name of the spec with that hash: owners never write each other's, and a launch names its own."""
+    return f"spec-{spec_hash[:16]}.json"
+
+
+class Run(StoreView):
+    """One run: its folder as a store of its own, and what the parts of it say.
+
+    Opening it neither reads nor writes. Every method raises StoreError if the store does not answer.
+
+    Attributes:
+        events: The events; keeps their fold between two reads.
+        lease: The owner's lease.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        where: RunKey | str,
+        *,
+        clock: Callable[[], float] | None = None,
+        snapshots: bool = False,
+    ) -> None:
+        """See one run of *store*.
+
+        Args:
+            store: Run store.
+            where: The run's key or, if that is not known, its folder, ``RunKey.prefix``.
+            clock: The run's clock, seconds since the epoch; the store's when None.
+            snapshots: True for the owner: the others only read events.
+        """
+        super().__init__(store, where if isinstance(where, str) else where.prefix)
+        self._key = None if isinstance(where, str) else where
+        self._clock = clock
+        self.events = EventLog(self, snapshots=snapshots)
+        self.lease = LeaseFile(self)
+        self._spec: tuple[str, EnvSpec] | None = None
+
+    def now(self) -> float:
+        """Return the run's time, seconds since the epoch."""
+        return self.store.now() if self._clock is None else self._clock()
+
+    def key(self) -> RunKey:
+        """Return the run's key, from ``run.json`` if it is not known.
+
+        Raises:
+            ProtocolError: ``run.json`` has no readable key, or another run's.
+        """
+        if self._key is not None:
+            return self._key
+        try:
+            key = RunKey.from_dict(json.loads(self.read(RUN, max_bytes=MAX_KEY_BYTES) or b"{}")["key"])
+        except (ValueError, KeyError, TypeError) as err:
+            raise ProtocolError(f"{self.uri(RUN)}: expected the key of a run, got {err!r}") from err
+        if key.prefix != self.prefix:
+            raise ProtocolError(f"{self.uri(RUN)}: is the key of {key.prefix}")
+        self._key = key
+        return key
+
+    def document(self, spec_hash: str) -> dict[str, Any]:
+        """Return the frozen spec with that hash, exactly as stored.
+
+        Raises:
+            ProtocolError: It is missing, or not a JSON object.
+        """
+        name = spec_name(spec_hash)
+        text = self.read(name, max_bytes=MAX_SPEC_BYTES)
+        try:
+            document = json.loads(text or b"")
+        except ValueError as err:
+            fault = "is absent" if text is None else f"not JSON: {err}"
+            raise ProtocolError(f"{self.prefix}/{name}: {fault}") from err
+        if not isinstance(document, dict):
+            raise ProtocolError(f"{self.prefix}/{name}: got {type(document).__name__}, expected an object")
+        return document
+
+    def spec(self, spec_hash: str) -> EnvSpec:
+        """Return the frozen spec with that hash. Raises as :meth:`document`."""
+        from envscaler_airflow.envspec import EnvSpec  # noqa: PLC0415 - pydantic; DAG files import this module
+
+        if self._spec is None or self._spec[0] != spec_hash:
+            document = self.document(spec_hash)
+            document.pop(ARCHIVE_FIELD, None)
+            try:
+                self._spec = (spec_hash, EnvSpec.from_dict(document))
+            except SpecError as err:
+                where = f"{self.prefix}/{spec_name(spec_hash)}"
+                raise ProtocolError(f"{where} was written by another version: {err}") from err
+        return self._spec[1]
+
+    def parameters(self, spec_hash: str) -> dict[str, Any]:
+        """Return the values of the spec's parameters; {} if none can be read."""
+        try:
+            found = self.document(spec_hash).get("parameters")
+        except ProtocolError:
+            return {}
+        return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+
+    def status(self, attempt: tuple[int, int], node: int = 0) -> Status | None:
+        """Return a node's last report, as far as it is believable; None if it does not follow the protocol.
+
+        Only the pod that claimed the node last reports for it. *attempt* is ``(generation, number)``.
+        """
+        generation, number = attempt
+        claim = newest_claim(self, generation=generation, attempt=number, node=node, known=1)
+        return self.status_of_claim(attempt, claim, node)
+
+    def status_of_claim(self, attempt: tuple[int, int], claim: int, node: int = 0) -> Status | None:
+        """Return the last status of the pod with that claim, even after a later claim."""
+        name = status_name(*attempt, node, claim)
+        try:
+            text = self.read(name, max_bytes=MAX_JSON_BYTES)
+            return (
+                None if text is None else replace(believable(Status.from_json(text, where=name)), claim=claim)
+            )
+        except ProtocolError:
+            return None
+
+    def control(self, attempt: tuple[int, int]) -> Control | None:
+        """Return the owner's last request to *attempt*; None if it is absent or of another version."""
+        return read_control(self, control_name(*attempt))
+
+    def write_control(self, attempt: tuple[int, int], control: Control) -> None:
+        """Replace the owner's request to *attempt*. Only for the owner."""
+        self.write(control_name(*attempt), control.to_json())
+
+
+def believable(status: Status) -> Status:
+    """Return *status* with impossible numbers set to unknown: negative, or beyond :data:`MOST`."""
+    known = _without_nonsense(status)
+    usage = {name: value for name, value in status.usage.items() if _is_sane(value)}
+    transfer = status.transfer if _is_possible(status.transfer) else None
+    return replace(known, progress=_without_nonsense(status.progress), usage=usage, transfer=transfer)
+
+
+def _is_possible(transfer: Transfer | None) -> bool:
+    return transfer is not None and 0 <= transfer.done_bytes <= transfer.total_bytes <= MOST
+
+
+def _without_nonsense(report: _Report) -> _Report:
+    numbers = {item.name: getattr(report, item.name) for item in fields(report) if item.default is None}
+    nonsense = {
+        name: None
+        for name, value in numbers.items()
+        if isinstance(value, int | float) and name not in _SIGNED and not _is_sane(value)
+    }
+    return replace(report, **nonsense) if nonsense else report  # type: ignore[arg-type]  # all of them Optional
+
+
+def _is_sane(value: float) -> bool:
+    return 0 <= value <= MOST
