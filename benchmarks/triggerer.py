@@ -84,7 +84,7 @@ def serve(stages: int, config: str, pipe: Connection) -> None:
         handles = []
         for number in range(stages):
             prefix, allocation = f"dep/dag/{number}/train/-1", Allocation(OFFER)
-            request = AttemptRequest("file:///store", prefix, "dag.train", 1, 1, allocation, ("train",))
+            request = AttemptRequest("file:///store", prefix, "dag.train", 1, 1, allocation)
             rendered = maker.render(request)
             job = cluster.create(JOBS, rendered["job"])
             pod = cluster.create(PODS, pod_of(job))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.launch import Launch
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import OUTCOMES, NodeState, NodeStatus
 
@@ -48,11 +49,9 @@ class AttemptRequest:
         run_label: ``dag_id.task_id`` for messages and labels; never a path.
         generation, attempt: Their numbers.
         allocation: Offer and nodes.
-        command: Entrypoint, already rendered.
-        env: Plain variables.
+        launch: What every node runs; by default nothing, which is enough to find an attempt.
         secret_env: Variables whose values are secrets. Never written to disk, rendered or logged.
-        spec: The frozen, resolved spec as JSON.
-        spec_name: Name of its file in the run's folder, ``spec-<hash>.json``; the sidecar reads this file.
+        spec_name: Name of the frozen spec's file in the run's folder, ``spec-<hash>.json``, for the sidecar.
         store_options: Connection options of the store that contain no secret.
         store_login: How the sidecar opens the store where its machine has no identity of its own.
         deadline_s: Each machine stops itself after this many billed seconds plus the grace of its last save;
@@ -69,10 +68,8 @@ class AttemptRequest:
     generation: int
     attempt: int
     allocation: Allocation
-    command: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
+    launch: Launch = field(default_factory=Launch)
     secret_env: Mapping[str, str] = field(default_factory=dict)
-    spec: Mapping[str, Any] = field(default_factory=dict)
     spec_name: str = ""
     store_options: Mapping[str, Any] = field(default_factory=dict)
     store_login: StoreLogin = field(default_factory=StoreLogin)
@@ -80,6 +77,17 @@ class AttemptRequest:
     grace_s: float = 30.0
     python: str | None = None
     restore_from: str | None = None
+
+    def env(self, *, spool: str, cpus: float, local: Callable[[str], str] = str) -> dict[str, str]:
+        """Variables that the backend sets for the training, whose paths *local* maps to those of the node."""
+        return {
+            "ENVSCALER_SPOOL": spool,
+            "ENVSCALER_RUN": self.run_prefix,
+            "ENVSCALER_GENERATION": str(self.generation),
+            "ENVSCALER_ATTEMPT": str(self.attempt),
+            "ENVSCALER_NODES": str(self.allocation.nodes),
+            "ENVSCALER_CPUS": str(max(1, int(cpus))),
+        } | self.launch.paths.env(local)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import click
 
+from envscaler_agent.process import ADDRESS, expand
 from envscaler_airflow.cli.environment import Resolve, lock_of, without_gpus
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.resources import Resources
@@ -18,12 +19,12 @@ from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.build import BuildOptions, build_image
 from envscaler_airflow.images.builders import Builder, Container, find_builder
-from envscaler_airflow.images.distributed import batch_env, launch_command
 from envscaler_airflow.images.dry_run import best_fit, lacking_volumes, lacks
 from envscaler_airflow.images.locks import LOCK, Lock, apply_lock
 from envscaler_airflow.images.needs import Here, look_here
 from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.images.resolve import resolve
+from envscaler_airflow.launch import PORT, Launch, Paths, launch_of
 from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.inputs import bring
 from envscaler_airflow.sidecar.spool_state import Layout, Memory, Mount, Spool, Who
@@ -67,8 +68,9 @@ def run_docker(
     seen = replace(seen, driver=here.driver, gpus=tuple(gpu.name for gpu in here.gpus))
     store.write(f"{key.prefix}/{LOCK}", seen.to_text().encode())
     folder = outputs_folder(key)
-    words = command or launch_command(stage, 1)
-    with container_of(stage, need, folder, store, resolve_secret=resolve_secret) as (container, bring_back):
+    launch = launch_of(stage, 1)
+    words = command or _alone(launch)
+    with container_of(launch, need, folder, store, resolve_secret=resolve_secret) as (container, bring_back):
         code = builder.run(image, words, container, lambda line: click.echo(line, err=as_json))
         if code == 0:
             bring_back()
@@ -79,6 +81,11 @@ def run_docker(
         click.echo(json.dumps({"run": key.prefix, "exit_code": code, "outputs": outputs}))
     if code != 0:
         raise SystemExit(code)
+
+
+def _alone(launch: Launch) -> tuple[str, ...]:
+    """The command, which no wrapper completes here: this is the only node, also of an elastic launch."""
+    return tuple(expand(launch.command, {ADDRESS: f"127.0.0.1:{PORT}", "ENVSCALER_NODE": "0"}))
 
 
 def outputs_folder(key: RunKey) -> Path:
@@ -120,9 +127,9 @@ def check_stage(spec: EnvSpec, here: Here) -> None:
 
 @contextmanager
 def container_of(
-    spec: EnvSpec, need: Resources, folder: Path, store: Store, *, resolve_secret: Resolve
+    launch: Launch, need: Resources, folder: Path, store: Store, *, resolve_secret: Resolve
 ) -> Iterator[tuple[Container, Callable[[], None]]]:
-    """A container for *spec*: its volumes, variables, and the limits of *need*; and what brings back.
+    """A container for *launch*: its volumes, variables, and the limits of *need*; and what brings back.
 
     What is written below the folders of outputs and checkpoints stays in *folder*. What is copied in goes;
     the call brings back first what the stage wrote to volumes of object stores that it may write.
@@ -130,16 +137,15 @@ def container_of(
     Raises:
         SpecError: A source that does not exist, or a secret that cannot be resolved here.
     """
-    env = {item.name: item.value for item in spec.env if item.value is not None} | batch_env(spec, 1)
-    env |= {item.name: resolve_secret(item.value_from) for item in spec.env if item.value_from is not None}
+    secrets = {name: resolve_secret(str(reference)) for name, reference in launch.secrets.items()}
     # Files of the image's user may be none of ours to remove.
     with tempfile.TemporaryDirectory(
         prefix="envscaler-volumes-", dir=SCRATCH, ignore_cleanup_errors=True
     ) as name:
-        site = _lay_out(spec, Path(name), store)
+        site = _lay_out(launch.paths, Path(name), store)
         container = Container(
-            env=env,
-            mounts=(*_volume_mounts(spec, site), *_kept_folders(spec, folder)),
+            env={**launch.env, **secrets},
+            mounts=(*_volume_mounts(launch.paths, site), *_kept_folders(launch.paths, folder)),
             cpus=need.limits.cpu_cores,
             memory_bytes=need.limits.memory_bytes,
             shm_bytes=need.shm_bytes,
@@ -149,8 +155,8 @@ def container_of(
         yield container, lambda: site.patiently(volumes.flush, what="volumes")
 
 
-def _lay_out(spec: EnvSpec, scratch: Path, store: Store) -> Site:
-    """The sidecar's own surroundings, in which it has copied in what *spec* wants copied."""
+def _lay_out(paths: Paths, scratch: Path, store: Store) -> Site:
+    """The sidecar's own surroundings, with what is copied in."""
     mounts = tuple(
         Mount(
             name=volume.name,
@@ -158,7 +164,7 @@ def _lay_out(spec: EnvSpec, scratch: Path, store: Store) -> Site:
             path=str(scratch / volume.name / PurePosixPath(volume.mount_path).name),
             read_only=volume.is_read_only,
         )
-        for volume in spec.volumes
+        for volume in paths.volumes
         if volume.is_copied
     )
     spool = Spool(scratch / ".spool")
@@ -173,23 +179,20 @@ def _lay_out(spec: EnvSpec, scratch: Path, store: Store) -> Site:
     return site
 
 
-def _volume_mounts(spec: EnvSpec, site: Site) -> list[tuple[str, str, bool]]:
+def _volume_mounts(paths: Paths, site: Site) -> list[tuple[str, str, bool]]:
     copies = {mount.name: mount.path for mount in site.layout.mounts}
     found = []
-    for volume in spec.volumes:
+    for volume in paths.volumes:
         source = volume.mount_path if volume.kind == "nfs" else volume.location
         found.append((copies.get(volume.name, source), volume.mount_path, volume.is_read_only))
     return found
 
 
-def _kept_folders(spec: EnvSpec, folder: Path) -> list[tuple[str, str, bool]]:
+def _kept_folders(paths: Paths, folder: Path) -> list[tuple[str, str, bool]]:
     """A folder here for each folder that outputs or checkpoints are written to."""
-    mounted = {volume.mount_path for volume in spec.volumes}
-    paths = [str(PurePosixPath(path).parent) for path in spec.outputs.values()]
-    if spec.checkpoint is not None and spec.checkpoint.path is not None:
-        paths.append(str(PurePosixPath(spec.checkpoint.path).parent))
+    mounted = {volume.mount_path for volume in paths.volumes}
     found = []
-    for path in dict.fromkeys(paths):
+    for path in dict.fromkeys(str(PurePosixPath(path).parent) for path in paths.uploaded):
         if path == "/" or any(PurePosixPath(path).is_relative_to(mount) for mount in mounted):
             continue
         place = folder / path.strip("/").replace("/", "_")

@@ -14,10 +14,10 @@ from envscaler_airflow.envspec import EnvSpec, spec_hash
 from envscaler_airflow.envspec.loading import load_with_sources
 from envscaler_airflow.envspec.schema import reference_text, schema_text
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.distributed import batches
 from envscaler_airflow.images.dry_run import TARGETS, cluster_offers, missing_on
 from envscaler_airflow.images.needs import local_source_faults
 from envscaler_airflow.images.requirement_files import read_requirements
+from envscaler_airflow.launch import Paths, batches
 from envscaler_airflow.scaling.from_spec import speedup_warning
 from envscaler_airflow.scaling.registry import check_policy
 
@@ -97,7 +97,7 @@ def validate(
         if target in (None, "local"):
             faults += [_placed(fault, loaded.sources) for fault in local_source_faults(spec)]
         if target == "local":
-            here = mount_faults(spec.to_dict(), spec.entrypoint)
+            here = mount_faults(Paths.of(spec), spec.entrypoint)
             faults += [_placed(fault, loaded.sources) for fault in here]
     except SpecError as err:
         faults = err.faults
@@ -136,7 +136,7 @@ def _warnings(spec: EnvSpec) -> list[str]:
     """What stops nothing; also what this machine lacks where the spec may run on it."""
     if spec.target not in (None, "local"):
         return list(spec.warnings)
-    here = [*mount_warnings(spec.to_dict()), *speedup_warnings(spec, "local")]
+    here = [*mount_warnings(Paths.of(spec)), *speedup_warnings(spec, "local")]
     return [*spec.warnings, *(f"on local: {warning}" for warning in here)]
 
 

@@ -25,7 +25,6 @@ from envscaler_airflow.images.needs import (
     lacking_tools,
     look_here,
 )
-from envscaler_airflow.images.plain_job import resource_name
 from envscaler_airflow.images.programs import Output, find_program, run_program
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.venv import install_command
@@ -179,8 +178,7 @@ def _chain(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str
 
 def lacking_volumes(spec: EnvSpec, machine: Here) -> list[str]:
     """Volumes that *machine* cannot provide to a process or container, one sentence each."""
-    volumes = [volume.model_dump(mode="json") for volume in spec.volumes]
-    return volume_faults(volumes, has_path=machine.has_path, is_mounted=machine.is_mounted)
+    return volume_faults(spec.volumes, has_path=machine.has_path, is_mounted=machine.is_mounted)
 
 
 def _variables(spec: EnvSpec, machine: Here) -> list[str]:
@@ -218,20 +216,16 @@ def _on_cluster(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[s
 
 
 def _secrets(spec: EnvSpec) -> dict[str, set[str]]:
-    """The keys that the manifest needs of each secret, by the secret's name."""
-    own = f"{resource_name(spec.name)}-env"
+    """The keys that a pod needs of each of the cluster's secrets, by the secret's name."""
     found: dict[str, set[str]] = {}
     for item in spec.env:
         reference = item.reference
         if reference is not None and reference.kind == "secret":
             found.setdefault(reference.name, set()).update({reference.key} if reference.key else ())
-        elif reference is not None:
-            found.setdefault(own, set()).add(item.name)
     if spec.base is not None and spec.base.credentials is not None:
         reference = parse_reference(spec.base.credentials)
-        found.setdefault(
-            reference.name if reference.kind == "secret" else f"{resource_name(spec.name)}-registry", set()
-        )
+        if reference.kind == "secret":
+            found.setdefault(reference.name, set())
     return found
 
 

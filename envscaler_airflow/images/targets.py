@@ -6,19 +6,14 @@ from envscaler_airflow.envspec import Loaded
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
-from envscaler_airflow.images.distributed import batches
-from envscaler_airflow.images.dockerfile import (
-    ImageOptions,
-    needs_build,
-    render_dockerfile,
-)
-from envscaler_airflow.images.plain_job import render_kubernetes
+from envscaler_airflow.images.dockerfile import ImageOptions, render_dockerfile
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.userdata import render_vm
 from envscaler_airflow.images.venv import render_conda, render_venv
+from envscaler_airflow.launch import batches
 
-RENDERINGS = ("spec", "conda", "venv", "dockerfile", "kubernetes", "vm")
-"""Values of ``envscaler render --target``."""
+RENDERINGS = ("conda", "venv", "dockerfile", "vm")
+"""Targets that :func:`render` takes."""
 VARIANTS = {"dockerfile": "docker", "kubernetes": "kubernetes", "vm": "vm", "venv": "local", "conda": "local"}
 """The spec's target overlay that a rendering uses."""
 
@@ -31,13 +26,13 @@ def render(
     image: str | None = None,
     options: ImageOptions | None = None,
 ) -> list[Artefact]:
-    """The artefacts of *target*, one of :data:`RENDERINGS` except ``spec``.
+    """The artefacts of *target*, one of :data:`RENDERINGS`.
 
     Args:
         target: Name of the rendering.
         spec: The resolved stage.
         requirements: Its Python packages, as read or locked.
-        image: Name of the stage's image for ``kubernetes`` and ``vm``; None for the base.
+        image: Name of the stage's image for ``vm``; None for the base.
         options: Known facts of the image's base and context.
 
     Raises:
@@ -50,25 +45,9 @@ def render(
         return render_venv(spec, requirements)
     if target == "dockerfile":
         return render_dockerfile(spec, requirements, options)
-    if target == "kubernetes":
-        return render_kubernetes(spec, image or base_image(spec), is_built=image is not None)
     if target == "vm":
         return render_vm(spec, requirements, image)
     raise SpecError(f"--target {target!r:.60}: write one of {', '.join(RENDERINGS)}")
-
-
-def base_image(spec: EnvSpec) -> str:
-    """The image of a stage that needs no build.
-
-    Raises:
-        SpecError: The stage needs a build, so an image name is required.
-    """
-    if spec.base is not None and spec.base.image is not None and not needs_build(spec):
-        return str(spec.base.image)
-    raise SpecError(
-        f"{spec.name}: the base alone is not its environment; build it (`envscaler build -t NAME`) "
-        "and write --image NAME"
-    )
 
 
 def render_spec(loaded: Loaded) -> list[Artefact]:

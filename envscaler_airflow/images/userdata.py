@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import base64
 import gzip
+import re
 import shlex
+from collections.abc import Iterable
 from typing import Any
 
 from envscaler_airflow.envspec.gpus import vendor_of
 from envscaler_airflow.envspec.models import EnvSpec, Volume
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
-from envscaler_airflow.images.distributed import PORT, batch_env, launch_command
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.venv import render_venv
+from envscaler_airflow.launch import (
+    NODE_RANK,
+    PORT,
+    RENDEZVOUS_HOST,
+    RENDEZVOUS_PORT,
+    Launch,
+    Paths,
+    launch_of,
+)
 
 HOME = "/opt/envscaler/stage"
 """Folder of the stage's files on the machine."""
@@ -38,13 +48,17 @@ def render_vm(spec: EnvSpec, requirements: Requirements, image: str | None = Non
         SpecError: A machine cannot mount a volume, or the user-data is larger than a provider accepts.
     """
     _check_volumes(spec)
-    is_container = image is not None or (spec.base is not None and spec.base.image is not None)
-    if is_container:
-        image = image or (spec.base.image if spec.base is not None else None)
-        files = {"env.list": _env_list(spec), "run.sh": _container_script(spec, image or "")}
+    launch = launch_of(spec, spec.num_nodes.min)
+    image = image or launch.image
+    is_container = image is not None
+    if image is not None:
+        files = {
+            "env.list": _env_list(launch),
+            "run.sh": _container_script(launch, image, spec.num_nodes.min),
+        }
     else:
         files = {item.name: item.text for item in render_venv(spec, requirements)}
-        files["run.sh"] = _machine_script(spec)
+        files["run.sh"] = _machine_script(spec, launch)
     gpus = _nvidia_gpus(spec)
     if gpus:
         files = {"gpu.sh": gpu_script(is_container=is_container), **files}
@@ -55,8 +69,8 @@ def render_vm(spec: EnvSpec, requirements: Requirements, image: str | None = Non
         if is_container
         else ["python3-venv", *spec.system_packages, *requirements.programs],
         "write_files": [_file(name, text) for name, text in files.items()],
-        "mounts": _mounts(spec),
-        "runcmd": [["mkdir", "-p", path] for path in _folders(spec)]
+        "mounts": _mounts(launch.paths.volumes),
+        "runcmd": [["mkdir", "-p", path] for path in _folders(launch.paths)]
         + ([] if is_container else [["sh", f"{HOME}/venv.sh"]])
         + [["sh", "-c", f"sh {HOME}/gpu.sh && exec {shlex.join(run)}"] if gpus else run],
     }
@@ -96,16 +110,13 @@ def _host_path(volume: Volume) -> str:
     return volume.location if volume.kind == "hostPath" else volume.mount_path
 
 
-def _folders(spec: EnvSpec) -> list[str]:
-    paths = [_host_path(volume) for volume in spec.volumes] + list(spec.outputs.values())
-    if spec.checkpoint is not None and spec.checkpoint.path is not None:
-        paths.append(spec.checkpoint.path)
-    return list(dict.fromkeys(paths))
+def _folders(paths: Paths) -> list[str]:
+    return list(dict.fromkeys([*map(_host_path, paths.volumes), *paths.uploaded]))
 
 
-def _mounts(spec: EnvSpec) -> list[list[str]]:
+def _mounts(volumes: Iterable[Volume]) -> list[list[str]]:
     found = []
-    for volume in spec.volumes:
+    for volume in volumes:
         if volume.kind == "nfs":
             server, _, path = volume.location.partition("/")
             options = "ro,_netdev" if volume.is_read_only else "rw,_netdev"
@@ -113,24 +124,24 @@ def _mounts(spec: EnvSpec) -> list[list[str]]:
     return found
 
 
-def _command(spec: EnvSpec) -> str:
-    """The launcher's command; it reads node and rendezvous from the machine's own variables."""
-    nodes = spec.num_nodes.min
-    endpoint, rank = "ENVSCALER_RENDEZVOUS_HOST:29400", "ENVSCALER_NODE_RANK"
-    words = launch_command(spec, nodes, endpoint=endpoint, node_rank=rank if nodes > 1 else None)
-    shown = " ".join(_word(word, rank) for word in words)
-    return shown or "true"
+_KNOWN = {
+    RENDEZVOUS_HOST: '"$ENVSCALER_RENDEZVOUS"',
+    RENDEZVOUS_PORT: str(PORT),
+    NODE_RANK: '"$ENVSCALER_NODE"',
+}
+"""What only the nodes know, from the machine's own variables."""
+_PLACEHOLDER = re.compile("|".join(rf"({re.escape(name)}(?![A-Za-z0-9_]))" for name in _KNOWN))
 
 
-def _word(word: str, rank: str) -> str:
-    """Quote *word*; the launcher's two placeholders become variables."""
-    if word.startswith("--") and word.endswith(f"={rank}"):
-        return f'{shlex.quote(word.removesuffix(rank))}"$ENVSCALER_NODE"'
-    if word.startswith("--") and "=ENVSCALER_RENDEZVOUS_HOST" in word:
-        flag, _, _ = word.partition("=")
-        tail = f":{PORT}" if word.endswith(f":{PORT}") else ""
-        return f'{flag}="$ENVSCALER_RENDEZVOUS"{tail}'
-    return shlex.quote(word)
+def _command(launch: Launch) -> str:
+    """The command for a shell."""
+    return " ".join(map(_word, launch.command)) or "true"
+
+
+def _word(word: str) -> str:
+    """Quote *word* except what a variable of the machine replaces."""
+    parts = [part for part in _PLACEHOLDER.split(word) if part]
+    return "".join(_KNOWN.get(part) or shlex.quote(part) for part in parts) or "''"
 
 
 def _nvidia_gpus(spec: EnvSpec) -> int:
@@ -205,41 +216,39 @@ if [ -f {NODE_FILE} ]; then . {NODE_FILE}; fi
 """
 
 
-def _machine_script(spec: EnvSpec) -> str:
-    batch = "".join(f"{key}={value}\n" for key, value in batch_env(spec, spec.num_nodes.min).items())
-    return f"{_HEAD}. ./env.sh\n{batch}PATH={HOME}/.venv/bin:$PATH\nset +a\nexec {_command(spec)}\n"
+def _machine_script(spec: EnvSpec, launch: Launch) -> str:
+    plain = {item.name for item in spec.env}  # env.sh sets these
+    batch = "".join(f"{name}={value}\n" for name, value in launch.env.items() if name not in plain)
+    return f"{_HEAD}. ./env.sh\n{batch}PATH={HOME}/.venv/bin:$PATH\nset +a\nexec {_command(launch)}\n"
 
 
-def _container_script(spec: EnvSpec, image: str) -> str:
-    need = spec.resources.alternatives[0]
+def _container_script(launch: Launch, image: str, nodes: int) -> str:
+    need, paths = launch.resources.alternatives[0], launch.paths
+    several = {name: value for name, value in launch.env.items() if "\n" in value}
     options = ["--rm", "--network=host", "--env-file=env.list"]
-    options += [f"--env={item.name}" for item in spec.env if item.value_from is not None]
-    options += [f"--env={item.name}" for item in spec.env if "\n" in (item.value or "")]
+    options += [f"--env={name}" for name in (*launch.secrets, *several)]
     options += [f"--gpus={need.requests.gpu.count}"] if need.requests.gpu is not None else []
     options += [f"--memory={need.limits.memory_bytes}"] if need.limits.memory_bytes is not None else []
     options += [f"--cpus={need.limits.cpu_cores:g}"] if need.limits.cpu_cores is not None else []
     options += [f"--shm-size={need.shm_bytes}"] if need.shm_bytes is not None else ["--ipc=host"]
-    for volume in spec.volumes:
+    for volume in paths.volumes:
         mode = ":ro" if volume.is_read_only else ""
         options.append(f"--volume={_host_path(volume)}:{volume.mount_path}{mode}")
-    mounted = {volume.mount_path for volume in spec.volumes}
-    options += [f"--volume={path}:{path}" for path in spec.outputs.values() if path not in mounted]
-    several = [item for item in spec.env if "\n" in (item.value or "")]
-    lines = "".join(f"{item.name}={shlex.quote(item.value or '')}\n" for item in several)
-    if spec.num_nodes.min > 1:
+    mounted = {volume.mount_path for volume in paths.volumes}
+    options += [f"--volume={path}:{path}" for path in paths.outputs.values() if path not in mounted]
+    if nodes > 1 or launch.most_nodes is not None:
         options += ["--env=ENVSCALER_NODE", "--env=ENVSCALER_RENDEZVOUS"]
-    if not spec.entrypoint:
+    if not launch.command:
         command = shlex.join(["docker", "run", *options, image])
     else:
-        inside = f"exec {_command(spec)}"
+        inside = f"exec {_command(launch)}"
         command = shlex.join(["docker", "run", *options, "--entrypoint=sh", image, "-c", inside])
+    lines = "".join(f"{name}={shlex.quote(value)}\n" for name, value in several.items())
     return f"{_HEAD}{lines}set +a\nexec {command}\n"
 
 
-def _env_list(spec: EnvSpec) -> str:
-    values = {item.name: item.value for item in spec.env if item.value is not None and "\n" not in item.value}
-    values |= batch_env(spec, spec.num_nodes.min)
-    return "".join(f"{name}={value}\n" for name, value in values.items())
+def _env_list(launch: Launch) -> str:
+    return "".join(f"{name}={value}\n" for name, value in launch.env.items() if "\n" not in value)
 
 
 def _notes(spec: EnvSpec) -> list[str]:

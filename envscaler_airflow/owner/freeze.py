@@ -13,17 +13,12 @@ from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.envspec import EnvSpec, parse_reference, spec_hash
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.distributed import batch_env, batches, launch_command
+from envscaler_airflow.launch import batches, launch_of
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import AttemptState
 from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.base import Store, folder_of
 from envscaler_airflow.store.run import ARCHIVE_FIELD, RUN, Run, spec_name
-
-MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
-"""Rendezvous address for the processes of several nodes. Only the nodes know it; the wrapper fills it in."""
-NODE_RANK = "$ENVSCALER_NODE"
-"""Number of a node, filled in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +104,8 @@ def _differing(one: Any, other: Any, path: str) -> Iterator[str]:
 
 
 def named_request(run: Run, live: AttemptState, *, spec_hash: str) -> AttemptRequest:
-    """Return a minimal request that identifies the attempt: enough to find what was started for it.
-
-    Raises:
-        StoreError: The store cannot be read.
-        ProtocolError: The spec does not exist.
-    """
-    document, key = run.document(spec_hash), run.key()
-    document["resources"] = _resized(document.get("resources") or {}, live)
+    """Return a request that identifies the attempt: enough to find what was started for it."""
+    key = run.key()
     return AttemptRequest(
         store_url=run.store.url,
         run_prefix=key.prefix,
@@ -124,8 +113,6 @@ def named_request(run: Run, live: AttemptState, *, spec_hash: str) -> AttemptReq
         generation=live.generation,
         attempt=live.number,
         allocation=live.allocation,
-        command=(),
-        spec=document,
         spec_name=spec_name(spec_hash),
     )
 
@@ -147,12 +134,10 @@ def attempt_request(
     Raises:
         SpecError: A secret cannot be resolved, or this number of nodes cannot keep the global batch.
     """
-    plain = {item.name: item.value for item in spec.env if item.value is not None}
-    nodes = live.allocation.nodes
+    launch = launch_of(spec, live.allocation.nodes)
     return replace(
         named_request(run, live, spec_hash=spec_hash),
-        command=_command(spec, nodes),
-        env=plain | batch_env(spec, nodes),
+        launch=launch.resized(memory_bytes=live.memory_bytes, vcpus=live.vcpus),
         secret_env=_secrets(stage, spec),
         store_options=stage.store_options,
         store_login=stage.store_login,
@@ -160,28 +145,6 @@ def attempt_request(
         deadline_s=deadline_s,
         python=stage.python,
     )
-
-
-def _resized(resources: Mapping[str, Any], live: AttemptState) -> dict[str, Any]:
-    """Return *resources* with the attempt's own memory and CPUs in place of the spec's.
-
-    The memory request equals its limit: an attempt that has more than the spec states needs all of it.
-    """
-    asked, most = dict(resources.get("requests") or {}), dict(resources.get("limits") or {})
-    if live.memory_bytes is not None:
-        most["memory"] = asked["memory"] = f"{live.memory_bytes // 2**20}Mi"
-    if live.vcpus is not None:
-        asked["cpu"] = f"{round(live.vcpus * 1000)}m"
-    return {**resources, "requests": asked, "limits": most}
-
-
-def _command(spec: EnvSpec, nodes: int) -> tuple[str, ...]:
-    """Return the entrypoint with its launcher; torchrun assigns node ranks itself at the rendezvous."""
-    is_elastic = spec.distributed is not None and spec.distributed.elastic
-    if nodes == 1 and not is_elastic:
-        return launch_command(spec, 1)
-    is_torchrun = spec.distributed is not None and spec.distributed.launcher == "torchrun"
-    return launch_command(spec, nodes, endpoint=MEETING, node_rank=None if is_torchrun else NODE_RANK)
 
 
 def _secrets(stage: Stage, spec: EnvSpec) -> dict[str, str]:

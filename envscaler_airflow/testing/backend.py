@@ -186,8 +186,8 @@ class ScriptedBackend:
         return {
             "name": _name(request),
             "allocation": request.allocation.to_dict(),
-            "command": list(request.command),
-            "env": dict(request.env),
+            "command": list(request.launch.command),
+            "env": dict(request.launch.env),
             "secret_names": sorted(request.secret_env),
         }
 

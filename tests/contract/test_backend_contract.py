@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes import attempts
 
-from envscaler_airflow.backends.base import AttemptRequest, Backend, CountsFree, Handle
+from envscaler_airflow.backends.base import Backend, CountsFree, Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.backends.local import LocalBackend
-from envscaler_airflow.backends.local.node_plan import Launch
+from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.testing import ScriptedBackend
@@ -56,7 +57,7 @@ class LocalHarness:
         """Create a backend for this test alone."""
         self.backend = LocalBackend(
             tmp_path / "root",
-            launch=Launch(
+            programs=Programs(
                 sidecar=(sys.executable, str(STANDINS / "sidecar.py")),
                 wrapper=(sys.executable, str(STANDINS / "wrapper.py")),
             ),
@@ -161,7 +162,7 @@ def request_for(harness, **changes):
         "command": harness.command(),
         "secret_env": {"API_KEY": CANARY},
     }
-    request = AttemptRequest(**(fields | getattr(harness, "fields", {}) | changes))
+    request = attempts.request(**(fields | getattr(harness, "fields", {}) | changes))
     if hasattr(harness, "prepare"):
         harness.prepare(request)
     return request

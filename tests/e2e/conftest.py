@@ -236,7 +236,6 @@ class StageRun:
             generation=attempt.generation,
             attempt=attempt.number,
             allocation=attempt.allocation,
-            command=(),
         )
 
     def pods(self) -> list[dict[str, Any]]:

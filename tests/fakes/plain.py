@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import psutil
+from fakes import attempts
 
 from envscaler_agent.protocol import Control, Manifest, control_name
-from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning.offers import Allocation
@@ -54,7 +54,7 @@ class Plain:
         attempt = len(self.handles) + 1
         control = Control(sequence=1, candidates=complete_checkpoints(self.store, 1))
         self.store.write(control_name(1, attempt), control.to_json())
-        request = AttemptRequest(
+        request = attempts.request(
             store_url=self.url,
             run_prefix=PREFIX,
             run_label="dag.train",

@@ -21,7 +21,7 @@ from envscaler_airflow.backends.kubernetes.manifests import (
 )
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.local import mount_main
-from envscaler_airflow.backends.local.node_plan import Launch
+from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.backends.local.node_plan import attempt_name as local_name
 from envscaler_airflow.backends.local.node_plan import (
     render_attempt as render_for_local,
@@ -222,7 +222,7 @@ class _Launched:
         request = self.request
         offer = replace(request.allocation.offer, cloud="local", region="", instance_type="cpu-2", zone=None)
         request = replace(request, allocation=Allocation(offer, request.allocation.nodes))
-        return render_for_local(request, ROOT / local_name(request), Launch())
+        return render_for_local(request, ROOT / local_name(request), Programs())
 
     def _start(self, layout, backend: str, *, node: int):
         """``start.json`` of one node; paths of the layout are below a folder of this test's.

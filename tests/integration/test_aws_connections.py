@@ -9,12 +9,13 @@ import boto3
 import pytest
 from airflow.sdk import Connection
 from botocore import UNSIGNED
+from fakes import attempts
 from fakes.operator_world import Ti, operator_world
 from moto.server import ThreadedMotoServer
 
 from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow import CloudPricingHook
-from envscaler_airflow.backends.base import AttemptRequest, StoreLogin
+from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.hooks.settings import store_place
@@ -347,7 +348,7 @@ def test_keys_of_a_connection_open_the_store_on_a_machine(connect, tmp_path):
     store.write("spec-0.json", json.dumps(SPEC).encode())
     store.write(control_name(1, 1), Control(sequence=1).to_json())
     backend = LocalBackend(tmp_path / "root")
-    request = AttemptRequest(
+    request = attempts.request(
         store_url=place.url,
         run_prefix="dep/dag/run/train/-1",
         run_label="dag.train",

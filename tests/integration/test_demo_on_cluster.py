@@ -39,7 +39,7 @@ def start(place, deployment):
     offer = place._backend.offers()[0]
     prefix = f"{deployment}/dag/run/train/-1"
     return place._backend.submit(
-        AttemptRequest(place.store.url, prefix, "dag.train", 1, 1, Allocation(offer), ("train",))
+        AttemptRequest(place.store.url, prefix, "dag.train", 1, 1, Allocation(offer))
     )
 
 

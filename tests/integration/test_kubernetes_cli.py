@@ -1,5 +1,6 @@
 """``submit``, ``reap`` and ``kubernetes rbac`` as a user types them, on the fake cluster."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from fakes.kubernetes.processes import Processes
 from kubernetes_validate import validate
 from kubernetes_validate.utils import latest_version
 
-from envscaler_airflow.backends.kubernetes import shared_watch
+from envscaler_airflow.backends.kubernetes import client, shared_watch
 from envscaler_airflow.cli import main
+from envscaler_airflow.cli.render import SAMPLE
 
 SPEC = """
 version: v1
@@ -80,6 +82,38 @@ def test_a_stage_is_submitted_shown_and_adopted(shell, monkeypatch):
     assert "succeeded" in shell("status", "first").output
     assert len(shell.cluster.list(JOBS, "default")) == 1
     assert len(started) == 1
+
+
+def test_render_shows_what_submit_sends(shell, monkeypatch):
+    """Job and ConfigMap are equal for a run of that name, except for the chosen node's type (A6)."""
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__DEPLOYMENT", "shell")
+    sent = {}
+    create = client.Cluster.create
+
+    def kept(cluster, path, body):
+        sent.setdefault(body["kind"], copy.deepcopy(body))
+        return create(cluster, path, body)
+
+    monkeypatch.setattr(client.Cluster, "create", kept)
+
+    shown = shell("render", "-f", "hello.yaml", "--target", "kubernetes", "--config", "settings.yaml")
+    done = shell("submit", "-f", "hello.yaml", "--name", SAMPLE, "--config", "settings.yaml")
+
+    assert (shown.exit_code, done.exit_code) == (0, 0), shown.output + done.output
+    sent["ConfigMap"]["metadata"].pop("ownerReferences")  # the Job's uid is known once it exists
+    found = {body["kind"]: body for body in yaml.safe_load_all(shown.output)}
+    any_node, chosen = (conditions_on_nodes(documents["Job"]) for documents in (found, sent))
+    assert found == sent
+    assert [one for one in chosen if one not in any_node] == [
+        {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64"]}
+    ]
+
+
+def conditions_on_nodes(job):
+    """Remove the conditions of *job* on its nodes, which submit chooses, and return them."""
+    affinity = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    required = affinity.pop("requiredDuringSchedulingIgnoredDuringExecution")
+    return [one for term in required["nodeSelectorTerms"] for one in term["matchExpressions"]]
 
 
 def test_a_name_that_another_process_holds_is_taken_over(shell, tmp_path):

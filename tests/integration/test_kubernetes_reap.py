@@ -45,7 +45,7 @@ class World:
         log, owner = Run(self.store, key).events, Actor("ti-1", 1, 3)
         self.store.write(f"{key.prefix}/spec-h.json", json.dumps(SPEC).encode())
         self.store.write(f"{key.prefix}/run.json", json.dumps({"key": key.to_dict()}).encode())
-        request = AttemptRequest(self.store.url, key.prefix, "dag.train", 1, 1, ALLOCATION, ("train",))
+        request = AttemptRequest(self.store.url, key.prefix, "dag.train", 1, 1, ALLOCATION)
         handle = self.backend.submit(request)
         running(self.backend, handle)  # the Job recreates a pod that is deleted before it runs
         attempt = {"generation": 1, "attempt": 1}

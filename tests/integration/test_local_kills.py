@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fakes import attempts
 
-from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
-from envscaler_airflow.backends.local.node_plan import Launch
+from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.planning.offers import Allocation
 
 STANDINS = Path(__file__).parents[1] / "standins"
-LAUNCH = Launch(
+PROGRAMS = Programs(
     sidecar=(sys.executable, str(STANDINS / "sidecar.py")),
     wrapper=(sys.executable, str(STANDINS / "wrapper.py")),
 )
@@ -41,9 +41,9 @@ time.sleep(600)
 """Ends by SIGKILL alone; its grandchild has left session, parent and environment."""
 
 
-def closing(tmp_path, launch):
+def closing(tmp_path, programs):
     """A backend with a root of its own; processes at the end of a test are killed."""
-    made = LocalBackend(tmp_path / "root", launch=launch)
+    made = LocalBackend(tmp_path / "root", programs=programs)
     yield made
     for handle in made.attempts():
         made.stop(handle, grace_s=0)
@@ -54,13 +54,13 @@ def closing(tmp_path, launch):
 @pytest.fixture
 def backend(tmp_path):
     """A backend as users have it."""
-    yield from closing(tmp_path, LAUNCH)
+    yield from closing(tmp_path, PROGRAMS)
 
 
 @pytest.fixture(params=[True, False], ids=["cgroups", "no-cgroups"])
 def either(request, tmp_path):
     """With cgroups where the system has them, and without."""
-    yield from closing(tmp_path, dataclasses.replace(LAUNCH, cgroups=request.param))
+    yield from closing(tmp_path, dataclasses.replace(PROGRAMS, cgroups=request.param))
 
 
 def processes_of(tmp_path):
@@ -87,7 +87,7 @@ def request_for(backend, *command, **changes):
         "allocation": Allocation(backend.offers()[0]),
         "command": command,
     }
-    return AttemptRequest(**(fields | changes))
+    return attempts.request(**(fields | changes))
 
 
 def stubborn(backend, tmp_path, **changes):
@@ -189,8 +189,8 @@ def test_a_node_outlives_the_worker_that_started_it(backend, tmp_path):
         import json, os, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
-        from test_local_kills import LAUNCH, LocalBackend, request_for
-        backend = LocalBackend(Path({str(tmp_path / "root")!r}), launch=LAUNCH)
+        from test_local_kills import PROGRAMS, LocalBackend, request_for
+        backend = LocalBackend(Path({str(tmp_path / "root")!r}), programs=PROGRAMS)
         wait = "import os, time\\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)"
         handle = backend.submit(request_for(backend, "python", "-c", wait))
         print(json.dumps(handle.to_dict()), flush=True)
@@ -227,8 +227,8 @@ def test_a_wrapper_killed_alone_ends_the_node(either, tmp_path):
 
 def test_a_sidecar_that_dies_is_started_again_and_training_goes_on(tmp_path):
     """Two deaths, then it lives; the command runs once."""
-    launch = dataclasses.replace(LAUNCH, sidecar=(*LAUNCH.sidecar, "--die", "1"))
-    backend = LocalBackend(tmp_path / "root", launch=launch)
+    programs = dataclasses.replace(PROGRAMS, sidecar=(*PROGRAMS.sidecar, "--die", "1"))
+    backend = LocalBackend(tmp_path / "root", programs=programs)
     handle = backend.submit(request_for(backend, "sh", "-c", "echo once"))
 
     status = over(backend, handle)
@@ -257,8 +257,8 @@ def test_a_sidecar_killed_during_training_is_started_again(backend, tmp_path):
 
 def test_an_orphan_whose_wrapper_is_stopped_is_ended_all_the_same(tmp_path):
     """SIGSTOP to the wrapper, and a sidecar that reports an orphan: killed, drained by the next, reported."""
-    launch = dataclasses.replace(LAUNCH, sidecar=(*LAUNCH.sidecar, "--give-up"))
-    backend = LocalBackend(tmp_path / "root", launch=launch)
+    programs = dataclasses.replace(PROGRAMS, sidecar=(*PROGRAMS.sidecar, "--give-up"))
+    backend = LocalBackend(tmp_path / "root", programs=programs)
     stop = (
         "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\n"
         "open(os.path.join(os.environ['ENVSCALER_SPOOL'], 'stopped'), 'w')\ntime.sleep(600)"
@@ -313,8 +313,8 @@ def test_room_for_the_last_words_is_kept_from_the_training(backend, tmp_path):
 
 def test_a_sidecar_that_hangs_holds_the_node_no_longer_than_it_may(tmp_path):
     """Uploads are bounded: the node ends, and the sidecar with it."""
-    launch = dataclasses.replace(LAUNCH, sidecar=(*LAUNCH.sidecar, "--hang"), drain_s=0.3)
-    backend = LocalBackend(tmp_path / "root", launch=launch)
+    programs = dataclasses.replace(PROGRAMS, sidecar=(*PROGRAMS.sidecar, "--hang"), drain_s=0.3)
+    backend = LocalBackend(tmp_path / "root", programs=programs)
     handle = backend.submit(request_for(backend, "true"))
 
     status = over(backend, handle)
@@ -335,8 +335,8 @@ def test_a_deadline_ends_the_node_by_itself(either, tmp_path):
 
 def test_a_wrapper_that_cannot_be_started_is_said(tmp_path):
     """An end with its reason, not a loss."""
-    launch = dataclasses.replace(LAUNCH, wrapper=(str(tmp_path / "no-such-program"),))
-    backend = LocalBackend(tmp_path / "root", launch=launch)
+    programs = dataclasses.replace(PROGRAMS, wrapper=(str(tmp_path / "no-such-program"),))
+    backend = LocalBackend(tmp_path / "root", programs=programs)
     handle = backend.submit(request_for(backend, "true"))
 
     [status] = over(backend, handle).nodes
@@ -368,7 +368,7 @@ def test_a_submitter_killed_at_any_step_leaves_one_attempt_or_none(backend, tmp_
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from envscaler_airflow.backends.local import backend as module
         from envscaler_airflow.backends.local.backend import _Start, files
-        from test_local_kills import LAUNCH, LocalBackend, request_for
+        from test_local_kills import PROGRAMS, LocalBackend, request_for
         after, _, name = {STEPS[step]!r}.rpartition(":")
         holder, _, name = name.rpartition(".")
         holder = eval(holder) if holder else module
@@ -377,7 +377,7 @@ def test_a_submitter_killed_at_any_step_leaves_one_attempt_or_none(backend, tmp_
             if after:
                 act(*arguments, **options)
             os.kill(os.getpid(), signal.SIGKILL)
-        backend = LocalBackend(Path({str(tmp_path / "root")!r}), launch=LAUNCH)
+        backend = LocalBackend(Path({str(tmp_path / "root")!r}), programs=PROGRAMS)
         setattr(holder, name, die)
         backend.submit(request_for(backend, *{command!r}))
     """)
@@ -399,8 +399,8 @@ def test_many_submitters_at_once_start_it_once(backend, tmp_path):
         import sys
         from pathlib import Path
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_local_kills import LAUNCH, LocalBackend, request_for
-        backend = LocalBackend(Path({str(tmp_path / "root")!r}), launch=LAUNCH)
+        from test_local_kills import PROGRAMS, LocalBackend, request_for
+        backend = LocalBackend(Path({str(tmp_path / "root")!r}), programs=PROGRAMS)
         sys.stdin.readline()
         print(backend.submit(request_for(backend, *{command!r})).to_dict())
     """)

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes import attempts
 
-from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend, files
-from envscaler_airflow.backends.local.node_plan import Launch
+from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.planning.offers import Allocation
 
 STANDINS = Path(__file__).parents[1] / "standins"
@@ -18,13 +18,13 @@ HOG = "held = []\nwhile True: held.append(bytearray(b'x' * (8 << 20)))"
 
 def run(tmp_path, *command, cgroups=True, memory=None):
     """Run *command* to its end on the smallest offer; the status, the output and node.json."""
-    launch = Launch(
+    programs = Programs(
         sidecar=(sys.executable, str(STANDINS / "sidecar.py")),
         wrapper=(sys.executable, str(STANDINS / "wrapper.py")),
         cgroups=cgroups,
     )
-    backend = LocalBackend(tmp_path / "root", launch=launch)
-    request = AttemptRequest(
+    backend = LocalBackend(tmp_path / "root", programs=programs)
+    request = attempts.request(
         store_url="file:///store",
         run_prefix="dep/dag/run/train/-1",
         run_label="dag.train",

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes import attempts
 
 from envscaler_agent.protocol import Control, Status, control_name, status_name
-from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.volumes import no_mounts
 from envscaler_airflow.envspec import load_spec
@@ -70,7 +70,7 @@ class LocalRun:
             "spec": frozen,
             "spec_name": "spec-0.json",
         }
-        return self.backend.submit(AttemptRequest(**(fields | changes)))
+        return self.backend.submit(attempts.request(**(fields | changes)))
 
     def over(self, handle):
         """How node 0 ended."""

@@ -190,7 +190,7 @@ class KubernetesBackend:
     def _drivers(self, request: AttemptRequest) -> frozenset[str]:
         """CSI drivers of the cluster that mount a volume of the stage; empty if RBAC forbids reading them."""
         found = set()
-        for name in drivers_for(request.spec):
+        for name in drivers_for(request.launch.paths.volumes):
             try:
                 answer = self.cluster.find(names.drivers(name))
             except RefusedError as err:

@@ -13,16 +13,6 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import condition
 from envscaler_airflow.catalog.nodes import quantity
 from envscaler_airflow.errors import BackendError
 
-
-def node_bound(spec: Mapping[str, Any], nodes: int) -> int:
-    """Most nodes that an attempt started with *nodes* may have: more only if its launcher is elastic."""
-    if not (spec.get("distributed") or {}).get("elastic"):
-        return nodes
-    scaling, asked = spec.get("scaling") or {}, spec.get("num_nodes") or {}
-    most = scaling.get("max_nodes") or (asked.get("max") if isinstance(asked, Mapping) else asked)
-    return max(nodes, int(most or nodes))
-
-
 LEAVING_TAINTS = frozenset(
     ("ToBeDeletedByClusterAutoscaler", "DeletionCandidateOfClusterAutoscaler", "karpenter.sh/disrupted")
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -14,7 +13,6 @@ from envscaler_agent.exit_codes import EXIT_CODES
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import mounts as at
 from envscaler_airflow.backends.kubernetes import names, security
-from envscaler_airflow.backends.kubernetes.in_place import node_bound
 from envscaler_airflow.backends.kubernetes.scheduling import (
     affinity,
     gpu_resource,
@@ -23,10 +21,9 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
     tolerations,
 )
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.envspec.quantities import cpu_cores, memory_bytes
-from envscaler_airflow.envspec.resources import default_limit_bytes
-from envscaler_airflow.envspec.secrets import parse_reference
+from envscaler_airflow.envspec.resources import Resources, default_limit_bytes
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.launch import Launch
 from envscaler_airflow.planning.offers import AllocationPart, Offer
 from envscaler_airflow.run import outcome_of
 from envscaler_airflow.sidecar import context
@@ -128,8 +125,7 @@ def render_parts(
 def _render_part(part: _Attempt) -> dict[str, Any]:
     request, settings, name = part.request, part.settings, part.name
     found = at.layout_of(
-        request.spec,
-        list(request.command),
+        request.launch,
         request.store_options,
         drivers=part.drivers,
         cache=settings.cache_path,
@@ -185,18 +181,26 @@ class _Attempt:
         return self.part.offer
 
     @property
+    def launch(self) -> Launch:
+        return self.request.launch
+
+    @property
+    def need(self) -> Resources:
+        return self.launch.need(self.offer)
+
+    @property
     def grace_s(self) -> int:
         return grace_s(self.offer, self.request.grace_s, self.settings)
 
     @property
     def is_elastic(self) -> bool:
         """True when its number of nodes may change during the run."""
-        return not self.request.allocation.is_mixed and node_bound(self.request.spec, 0) > 0
+        return self.launch.most_nodes is not None and not self.request.allocation.is_mixed
 
     @property
     def most(self) -> int:
         """Most nodes that this Job may have."""
-        return node_bound(self.request.spec, self.part.nodes) if self.is_elastic else self.part.nodes
+        return max(self.part.nodes, self.launch.most_nodes or 0) if self.is_elastic else self.part.nodes
 
     def job(self) -> dict[str, Any]:
         request, settings = self.request, self.settings
@@ -246,7 +250,7 @@ class _Attempt:
     def claims(self) -> list[dict[str, Any]]:
         """Claims that are created with the attempt; those that remain have no owner."""
         labels = {name: value for name, value in names.labels_of(self.request).items() if name in _OF_RUN}
-        found = at.claims_of(self.request.spec, run=self.run, labels=labels)
+        found = at.claims_of(self.launch.paths.volumes, run=self.run, labels=labels)
         for claim in found:
             claim["metadata"]["namespace"] = self.settings.namespace
         return found
@@ -261,19 +265,16 @@ class _Attempt:
 
     def _cluster_secrets(self) -> dict[str, dict[str, Any]]:
         """``secret:NAME/key`` stays a reference: the owner never sees its value."""
-        found = {}
-        for item in self.request.spec.get("env") or ():
-            if not item.get("value_from"):
-                continue
-            reference = parse_reference(str(item["value_from"]), variable=item["name"])
-            if reference.kind == "secret":
-                found[str(item["name"])] = {"name": reference.name, "key": reference.key}
-        return found
+        return {
+            variable: {"name": reference.name, "key": reference.key}
+            for variable, reference in self.launch.secrets.items()
+            if reference.kind == "secret"
+        }
 
     def _template(self, labels: Mapping[str, str]) -> dict[str, Any]:
         request, settings = self.request, self.settings
         cache = settings.cache_path
-        mounts = at.mounts_of(request.spec, run=self.run, drivers=self.drivers, cache=cache)
+        mounts = at.mounts_of(self.launch.paths, run=self.run, drivers=self.drivers, cache=cache)
         self._add_shm(mounts)
         self._add_store(mounts)
         where = affinity(self.offer, settings)
@@ -306,22 +307,21 @@ class _Attempt:
 
     def _pull_secrets(self) -> list[dict[str, str]]:
         found = [*self.settings.pull_secrets]
-        credentials = (self.request.spec.get("base") or {}).get("credentials")
-        if credentials and (reference := parse_reference(str(credentials))).kind == "secret":
-            found.append(reference.name)
+        login = self.launch.image_login
+        found += [login.name] if login is not None and login.kind == "secret" else []
         return [{"name": name} for name in dict.fromkeys(found)]
 
     # -- containers
 
     def _main(self, mounts: at.Mounts) -> dict[str, Any]:
-        request, settings = self.request, self.settings
+        settings = self.settings
         options = ["--grace", f"{_wrapper_grace(self.grace_s):g}", "--drain", f"{settings.drain_s:g}"]
         options += ["--first-node", str(self.part.first_rank)] if self.part.first_rank else []
         return {
             "name": MAIN,
             "image": self._image(),
             "command": ["python3", f"{at.AGENT}/pod_main.py"],
-            "args": [*options, "--", *(escaped(word) for word in request.command)],
+            "args": [*options, "--", *(escaped(word) for word in self.launch.command)],
             "env": self._env(),
             "resources": self._resources(),
             "volumeMounts": mounts.training,
@@ -330,12 +330,12 @@ class _Attempt:
         }
 
     def _image(self) -> str:
-        image = self.settings.image or (self.request.spec.get("base") or {}).get("image")
+        image = self.settings.image or self.launch.image
         if not image:
             raise SpecError(
                 f"{self.request.run_label}: no image to run; write base: {{image: python:3.11-slim}}"
             )
-        return str(image)
+        return image
 
     def _install(self) -> dict[str, Any]:
         home = {"name": at.SCRATCH, "mountPath": at.HOME, "subPath": "home"}
@@ -382,9 +382,9 @@ class _Attempt:
 
     def _env(self) -> list[dict[str, Any]]:
         request = self.request
-        plain = {name: escaped(value) for name, value in request.env.items()} | self._own_env()
+        plain = {**self.launch.env, **request.env(spool=at.SPOOL, cpus=self._cpus())}
         found: list[dict[str, Any]] = [
-            {"name": name, "value": value} for name, value in sorted(plain.items())
+            {"name": name, "value": escaped(value)} for name, value in sorted(plain.items())
         ]
         theirs = self._cluster_secrets()
         for name in sorted(request.secret_env):
@@ -392,84 +392,42 @@ class _Attempt:
             found.append({"name": name, "valueFrom": {"secretKeyRef": source}})
         return found
 
-    def _own_env(self) -> dict[str, str]:
-        request, spec = self.request, self.request.spec
-        env = {
-            "ENVSCALER_SPOOL": at.SPOOL,
-            "ENVSCALER_RUN": escaped(request.run_prefix),
-            "ENVSCALER_GENERATION": str(request.generation),
-            "ENVSCALER_ATTEMPT": str(request.attempt),
-            "ENVSCALER_NODES": str(request.allocation.nodes),
-            "ENVSCALER_CPUS": str(max(1, int(self._cpus()))),
-        }
-        for name, path in (spec.get("outputs") or {}).items():
-            env[_variable("OUTPUT", name)] = escaped(str(path))
-        for volume in spec.get("volumes") or ():
-            env[_variable("VOLUME", volume["name"])] = escaped(str(volume["mount_path"]))
-        for name, value in (spec.get("inputs") or {}).items():
-            env[_variable("INPUT", name)] = escaped(self._input(str(value)))
-        checkpoint = (spec.get("checkpoint") or {}).get("path")
-        return env | ({"ENVSCALER_CHECKPOINT_DIR": escaped(str(checkpoint))} if checkpoint else {})
-
-    def _input(self, uri: str) -> str:
-        """The path of an input that a volume brings, else its URI."""
-        for volume in self.request.spec.get("volumes") or ():
-            if volume.get("source") == uri:
-                return str(volume["mount_path"])
-        return uri
-
     # -- resources
 
-    def _need(self) -> Mapping[str, Any]:
-        """The alternative of the spec for which the offer was chosen."""
-        resources = self.request.spec.get("resources") or {}
-        offer = self.offer
-        alternatives = resources.get("any_of") or resources.get("ordered") or [resources]
-        for one in alternatives:
-            gpu = (one.get("requests") or {}).get("gpu") or {}
-            types = gpu.get("type") or []
-            if int(gpu.get("count") or 0) == offer.gpus and (not types or offer.gpu_name in types):
-                return dict(one)
-        return dict(alternatives[0])
-
     def _cpus(self) -> float:
-        need, whole = self._need(), self.offer.vcpus
-        asked, most = ((need.get(name) or {}).get("cpu") for name in ("requests", "limits"))
+        need, whole = self.need, self.offer.vcpus
+        asked, most = need.requests.cpu_cores, need.limits.cpu_cores
         if asked is not None:
-            return cpu_cores(asked)
-        return whole if most is None else min(whole, cpu_cores(most))
+            return asked
+        return whole if most is None else min(whole, most)
 
     def _memory(self) -> tuple[int, int]:
         """``(request, limit)`` in bytes: the spec's, at most the offer's share, which is the default."""
-        need, offer = self._need(), self.offer
-        whole = int(offer.memory_gib * GIB)
-        asked = (need.get("requests") or {}).get("memory")
-        most = (need.get("limits") or {}).get("memory")
-        requested = None if asked is None else memory_bytes(asked)
-        limit = default_limit_bytes(requested, whole) if most is None else min(memory_bytes(most), whole)
-        request = limit if requested is None else min(requested, limit)
-        return request, limit
+        whole = int(self.offer.memory_gib * GIB)
+        requested, most = self.need.requests.memory_bytes, self.need.limits.memory_bytes
+        limit = default_limit_bytes(requested, whole) if most is None else min(most, whole)
+        return limit if requested is None else min(requested, limit), limit
 
     def _resources(self) -> dict[str, Any]:
-        need, offer = self._need(), self.offer
+        need = self.need
         asked, most = self._memory()
         requests = {"cpu": f"{round(self._cpus() * 1000)}m", "memory": f"{asked // MIB}Mi"}
         limits = {"memory": f"{most // MIB}Mi"}
-        if (cpu := (need.get("limits") or {}).get("cpu")) is not None:
-            limits["cpu"] = f"{round(cpu_cores(cpu) * 1000)}m"
-        if need.get("disk_size"):
-            requests["ephemeral-storage"] = str(need["disk_size"])
-        resource = gpu_resource(offer, self.settings)
-        if resource is not None and ((need.get("requests") or {}).get("gpu") or {}).get("count"):
-            limits[resource] = str(offer.gpus)
+        if (cpu := need.limits.cpu_cores) is not None:
+            limits["cpu"] = f"{round(cpu * 1000)}m"
+        if need.disk_size:
+            requests["ephemeral-storage"] = need.disk_size
+        resource = gpu_resource(self.offer, self.settings)
+        if resource is not None and need.requests.gpu_count:
+            limits[resource] = str(self.offer.gpus)
         return {"requests": requests, "limits": limits}
 
     def _add_shm(self, mounts: at.Mounts) -> None:
         """``/dev/shm``: as requested; else half of the memory for GPUs or several nodes. Chosen."""
-        asked = self._need().get("shm_size")
+        asked = self.need.shm_bytes
         if asked is None and not self.offer.gpus and self.most == self.request.allocation.nodes == 1:
             return
-        size = self._memory()[1] // 2 if asked is None else memory_bytes(asked)
+        size = self._memory()[1] // 2 if asked is None else asked
         shared = {"medium": "Memory", "sizeLimit": f"{size // MIB}Mi"}
         mounts.volumes.append({"name": "shm", "emptyDir": shared})
         mounts.training.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108  # a mount point
@@ -483,7 +441,7 @@ class _Attempt:
             where = {"persistentVolumeClaim": {"claimName": source}} if isinstance(source, str) else source
             mounts.volumes.append({"name": "store", **where})
             request = self.request
-            read = security.read_uris(request.spec, request.restore_from)
+            read = security.read_uris(self.launch.paths.volumes, request.restore_from)
             folders = security.StoreFolders(
                 self.settings.store_mount, request.store_url, request.run_prefix, read
             )
@@ -536,8 +494,3 @@ def _failure_rules(nodes: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _wrapper_grace(grace_s: float) -> float:
     """Seconds that the wrapper gives the command; the rest of the grace is for the last uploads."""
     return max(grace_s - 5.0, grace_s / 2)
-
-
-def _variable(kind: str, name: str) -> str:
-    """``ENVSCALER_OUTPUT_MY_MODEL`` for the output ``my-model``."""
-    return f"ENVSCALER_{kind}_" + re.sub(r"[^A-Z0-9]", "_", name.upper())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from envscaler_airflow.backends.kubernetes.names import HOLDS, claim_name, dns_label
-from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.envspec.models import OBJECT_STORES, Volume
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.launch import Launch, Paths
 from envscaler_airflow.store.outputs import is_output_uri
 
 HOME = "/envscaler"
@@ -60,9 +61,6 @@ _IMAGE_FOLDERS = frozenset(
     )
 )
 """Folders with content in images: nothing is mounted over them. Chosen."""
-_PLACES = ("pvc", "nfs", "hostPath")
-"""Sources that Kubernetes mounts itself; any other is copied in."""
-_READ = "ReadOnly"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +84,14 @@ use claims for those, ``pvc://``.
 """
 
 
-def drivers_for(spec: Mapping[str, Any]) -> frozenset[str]:
-    """Names of CSI drivers that could mount the spec's volumes."""
-    kinds = (str(volume.get("source") or "").partition(":")[0] for volume in spec.get("volumes") or ())
-    return frozenset(DRIVERS[kind].name for kind in kinds if kind in DRIVERS)
+def drivers_for(volumes: Iterable[Volume]) -> frozenset[str]:
+    """Names of CSI drivers that could mount *volumes*."""
+    return frozenset(DRIVERS[volume.kind].name for volume in volumes if volume.kind in DRIVERS)
 
 
-def _driver(kind: str, drivers: Collection[str]) -> Driver | None:
-    """The driver that mounts a source of that scheme on a cluster with *drivers*; None: it is copied."""
-    driver = DRIVERS.get(kind)
+def _driver(volume: Volume, drivers: Collection[str]) -> Driver | None:
+    """The driver that mounts *volume* on a cluster with *drivers*; None without one."""
+    driver = DRIVERS.get(volume.kind)
     return driver if driver is not None and driver.name in drivers else None
 
 
@@ -138,17 +135,16 @@ class Mounts:
         self.training.append({**mount, "readOnly": True} if read_only else mount)
 
 
-def cache_key(volume: Mapping[str, Any]) -> str | None:
+def cache_key(volume: Volume) -> str | None:
     """Its folder in a machine's cache; None for volumes without one: writable ones, stages' outputs."""
-    source, mode = str(volume["source"]), str(volume.get("access_mode") or "")
-    is_bucket = "://" in source and not source.startswith("file:") and not is_output_uri(source)
-    if not is_bucket or not mode.startswith(_READ):
+    is_bucket = volume.kind in OBJECT_STORES and not is_output_uri(volume.source)
+    if not is_bucket or not volume.is_read_only:
         return None
-    return hashlib.sha256(source.encode()).hexdigest()[:32]
+    return hashlib.sha256(volume.source.encode()).hexdigest()[:32]
 
 
 def mounts_of(
-    spec: Mapping[str, Any],
+    paths: Paths,
     *,
     run: str = "",
     drivers: Collection[str] = (),
@@ -157,7 +153,7 @@ def mounts_of(
     """Volumes and mounts of a stage, without ``/dev/shm`` and what the deployment adds.
 
     Args:
-        spec: The frozen spec.
+        paths: What the training reads and writes.
         run: Hash of the run, for claims that are deleted with it.
         drivers: CSI drivers that the cluster has.
         cache: Folder of every machine that caches copied buckets.
@@ -169,31 +165,24 @@ def mounts_of(
     home = {"name": SCRATCH, "mountPath": HOME, "subPath": "home"}
     found.training.append(home)
     found.sidecar.append(home)
-    for index, volume in enumerate(spec.get("volumes") or ()):
+    for index, volume in enumerate(paths.volumes):
         _volume(found, index, volume, run, drivers)
-    for what, path in shared_paths(spec):
-        _shared(found, what, path)
+    for output, path in sorted(paths.outputs.items()):
+        _shared(found, f"outputs.{output}", path)
+    if paths.checkpoint:
+        _shared(found, "checkpoint.path", paths.checkpoint)
     return found
 
 
-def shared_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """``(field, path)`` of what the sidecar uploads from the training: outputs and checkpoints."""
-    paths = [(f"outputs.{name}", str(path)) for name, path in sorted((spec.get("outputs") or {}).items())]
-    checkpoint = (spec.get("checkpoint") or {}).get("path")
-    return paths + ([("checkpoint.path", str(checkpoint))] if checkpoint else [])
-
-
-def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str, drivers: Collection[str]) -> None:
-    path, source = str(volume["mount_path"]), str(volume.get("source") or "")
-    read_only = volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany")
-    kind = source.partition(":")[0]
-    if kind == "hdfs":
+def _volume(found: Mounts, index: int, volume: Volume, run: str, drivers: Collection[str]) -> None:
+    path, read_only = volume.mount_path, volume.is_read_only
+    if volume.kind == "hdfs":
         raise SpecError(
-            f"volumes.{volume['name']}: {source}: HDFS is not mounted on Kubernetes; "
+            f"volumes.{volume.name}: {volume.source}: HDFS is not mounted on Kubernetes; "
             "write pvc://claim or nfs://host/path"
         )
-    name, driver = dns_label(f"v{index}-{volume['name']}"), _driver(kind, drivers)
-    if kind not in _PLACES and driver is None:
+    name, driver = dns_label(f"v{index}-{volume.name}"), _driver(volume, drivers)
+    if volume.is_copied and driver is None:
         digest = cache_key(volume) if found.cache else None
         if digest is not None:
             found.keep(path, digest)
@@ -202,51 +191,45 @@ def _volume(found: Mounts, index: int, volume: Mapping[str, Any], run: str, driv
         return
     if driver is not None:
         found.annotations |= driver.annotations
-        found.volumes.append({"name": name, "csi": _csi(driver, source, read_only=read_only)})
-    elif kind == "pvc":
+        found.volumes.append({"name": name, "csi": _csi(driver, volume)})
+    elif volume.kind == "pvc":
         claim = {"claimName": claim_name(volume, run)} | ({"readOnly": True} if read_only else {})
         found.volumes.append({"name": name, "persistentVolumeClaim": claim})
     else:
-        found.volumes.append({"name": name, **_source(kind, source, read_only=read_only)})
+        found.volumes.append({"name": name, **_source(volume)})
     mount = {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
     found.training.append(mount)
     found.sidecar.append(mount)
 
 
-def _csi(driver: Driver, source: str, *, read_only: bool) -> dict[str, Any]:
-    bucket, _, folder = source.partition("://")[2].partition("/")
+def _csi(driver: Driver, volume: Volume) -> dict[str, Any]:
+    bucket, _, folder = volume.location.partition("/")
     options = "implicit-dirs" + (f",only-dir={folder.rstrip('/')}" if folder.strip("/") else "")
     attributes = {"bucketName": bucket, "mountOptions": options}
-    return {"driver": driver.name, "readOnly": read_only, "volumeAttributes": attributes}
+    return {"driver": driver.name, "readOnly": volume.is_read_only, "volumeAttributes": attributes}
 
 
-def _source(kind: str, source: str, *, read_only: bool) -> dict[str, Any]:
-    place = source.partition(":")[2]
-    if kind == "hostPath":
-        path = "/" + place.lstrip("/")
-        return {"hostPath": {"path": path, "type": "Directory" if read_only else "DirectoryOrCreate"}}
-    flag = {"readOnly": True} if read_only else {}
-    server, _, path = place.removeprefix("//").partition("/")
+def _source(volume: Volume) -> dict[str, Any]:
+    if volume.kind == "hostPath":
+        kind = "Directory" if volume.is_read_only else "DirectoryOrCreate"
+        return {"hostPath": {"path": volume.location, "type": kind}}
+    flag = {"readOnly": True} if volume.is_read_only else {}
+    server, _, path = volume.location.partition("/")
     return {"nfs": {"server": server, "path": f"/{path}", **flag}}
 
 
-def claims_of(spec: Mapping[str, Any], *, run: str, labels: Mapping[str, str]) -> list[dict[str, Any]]:
+def claims_of(volumes: Iterable[Volume], *, run: str, labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Claims to create if they do not exist; those that are deleted with the run have its *labels*."""
     made = []
-    for volume in spec.get("volumes") or ():
-        mode = str(volume.get("access_mode") or "ReadWriteOnce")
-        if (
-            not str(volume.get("source")).startswith("pvc:")
-            or not volume.get("size")
-            or mode.startswith(_READ)
-        ):
+    for volume in volumes:
+        if not volume.is_made:
             continue
         metadata: dict[str, Any] = {"name": claim_name(volume, run)}
-        if volume.get("retain") == "run":
+        if volume.retain == "run":
             metadata["labels"] = dict(labels)
-        spec_of = {"accessModes": [mode], "resources": {"requests": {"storage": str(volume["size"])}}}
-        if volume.get("storage_class"):
-            spec_of["storageClassName"] = str(volume["storage_class"])
+        spec_of = {"accessModes": [volume.access_mode], "resources": {"requests": {"storage": volume.size}}}
+        if volume.storage_class:
+            spec_of["storageClassName"] = volume.storage_class
         made.append(
             {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec_of}
         )
@@ -285,44 +268,30 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def layout_of(
-    spec: Mapping[str, Any],
-    command: list[str],
+    launch: Launch,
     store_options: Mapping[str, Any],
     *,
     drivers: Collection[str] = (),
     cache: str | None = None,
 ) -> dict[str, Any]:
     """``layout.json``: what the sidecar copies in and uploads."""
-    checkpoint = (spec.get("checkpoint") or {}).get("path")
-    copied = [
-        volume
-        for volume in spec.get("volumes") or ()
-        if volume.get("source")
-        and (kind := str(volume["source"]).partition(":")[0]) not in _PLACES
-        and _driver(kind, drivers) is None
-    ]
+    paths = launch.paths
+    copied = [item for item in paths.volumes if item.is_copied and _driver(item, drivers) is None]
     return {
         "work": WORK,
         "mounts": [
             {
-                "name": volume["name"],
-                "source": volume["source"],
-                "path": str(volume["mount_path"]),
-                "read_only": volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany"),
+                "name": volume.name,
+                "source": volume.source,
+                "path": volume.mount_path,
+                "read_only": volume.is_read_only,
             }
             | ({"index": f"{INDEX}/{key}.json"} if cache and (key := cache_key(volume)) else {})
             for volume in copied
         ],
-        "outputs": {name: str(path) for name, path in (spec.get("outputs") or {}).items()},
-        "checkpoint_path": str(checkpoint) if checkpoint else None,
-        "command": command,
+        "outputs": dict(paths.outputs),
+        "checkpoint_path": paths.checkpoint,
+        "command": list(launch.command),
         "store_options": dict(store_options),
         "own": OWN,
-    } | _processes(spec)
-
-
-def _processes(spec: Mapping[str, Any]) -> dict[str, int]:
-    """From this the sidecar computes how many nodes saved a checkpoint, where their number changes."""
-    if not (spec.get("distributed") or {}).get("elastic"):
-        return {}
-    return {"processes_per_node": EnvSpec.from_dict(spec).processes_per_node}
+    } | ({"processes_per_node": launch.processes_per_node} if launch.most_nodes is not None else {})

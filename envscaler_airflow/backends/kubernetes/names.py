@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.envspec.models import Volume
 
 MAX_JOB_CHARACTERS = 52
 """Longest name of a Job. Chosen: a pod's host name is ``JOB-INDEX`` and must fit in a label of 63."""
@@ -71,10 +70,9 @@ def part_name(attempt: str, part: int) -> str:
     return f"{attempt}-p{part}" if part else attempt
 
 
-def claim_name(volume: Mapping[str, Any], run: str) -> str:
+def claim_name(volume: Volume, run: str) -> str:
     """Claim of a ``pvc://`` volume; one that is deleted with its run contains its hash *run*."""
-    location = str(volume["source"]).partition("://")[2]
-    return dns_label(f"{location}-{run[:10]}") if volume.get("retain") == "run" else location
+    return dns_label(f"{volume.location}-{run[:10]}") if volume.retain == "run" else volume.location
 
 
 def dns_label(text: str, *, most: int = MAX_LABEL_CHARACTERS) -> str:

@@ -11,6 +11,8 @@ from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, resource_of
 from envscaler_airflow.catalog.nodes import GPU_TAINTS, SPOT_LABELS, SPOT_TAINTED
+from envscaler_airflow.envspec.gpus import vendor_of
+from envscaler_airflow.envspec.resources import GIB, MOST_OVER_REQUEST, Resources
 from envscaler_airflow.planning.offers import Offer
 
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
@@ -54,6 +56,26 @@ Source: Amazon EC2, Spot Instance interruption notices (two minutes); Google Com
 LONGEST_NOTICE_S = max(NOTICE_S.values())
 LEAST_GRACE_S = 30
 """Shortest time from SIGTERM to SIGKILL, seconds. Source: Kubernetes' default."""
+
+
+def any_node(resources: Resources, settings: Settings, *, is_spot: bool) -> Offer:
+    """An offer of any nodes that have what *resources* request, to show an attempt before one is chosen."""
+    asked, most, gpu = resources.requests, resources.limits, resources.requests.gpu
+    name, unit = None, "cpu"
+    if gpu is not None:
+        name = gpu.type[0] if gpu.type else {"amd": "AMD", "intel": "Intel"}.get(gpu.vendor or "", "NVIDIA")
+        unit = "i915" if vendor_of(name) == "intel" else "gpu"  # Intel's most common driver; others exist
+    whole = most.memory_bytes or MOST_OVER_REQUEST * (asked.memory_bytes or GIB)
+    return Offer(
+        cloud="kubernetes",
+        region=settings.region,
+        instance_type=f"{UNLABELLED}:{unit}-{asked.gpu_count}",
+        capacity_type="spot" if is_spot else "on-demand",
+        vcpus=asked.cpu_cores or most.cpu_cores or 1.0,
+        memory_gib=whole / GIB,
+        gpu_name=name,
+        gpus=asked.gpu_count,
+    )
 
 
 def node_type(offer: Offer) -> str:

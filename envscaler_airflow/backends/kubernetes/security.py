@@ -16,6 +16,7 @@ import yaml
 
 from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.envspec.models import Volume
 from envscaler_airflow.errors import SpecError
 
 _CLUSTER_WIDE = ("ClusterRole", "ClusterRoleBinding")
@@ -190,7 +191,7 @@ class StoreFolders:
         return {"name": "store", "mountPath": posixpath.join(self.mount, below), "subPath": below}
 
 
-def read_uris(spec: Mapping[str, Any], restore_from: str | None) -> list[str]:
+def read_uris(volumes: Iterable[Volume], restore_from: str | None) -> list[str]:
     """URIs that a stage reads and that may be in the store of another run."""
-    sources = [str(volume.get("source") or "") for volume in spec.get("volumes") or ()]
+    sources = [volume.source for volume in volumes]
     return [uri for uri in (*sources, restore_from or "") if uri.startswith(("file://", "/"))]

@@ -28,7 +28,7 @@ from envscaler_airflow.backends.base import (
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.environment import node_env, training_pythonpath
 from envscaler_airflow.backends.local.machine import Machine, this_machine
-from envscaler_airflow.backends.local.node_plan import Launch, attempt_name, render_attempt
+from envscaler_airflow.backends.local.node_plan import Programs, attempt_name, render_attempt
 from envscaler_airflow.backends.local.node_status import NodeView, views, was_started
 from envscaler_airflow.backends.local.output import read_output
 from envscaler_airflow.backends.local.processes import kill_all
@@ -78,7 +78,7 @@ class LocalBackend:
         root: Path | str | None = None,
         *,
         machine: Machine | None = None,
-        launch: Launch | None = None,
+        programs: Programs | None = None,
         prices: Mapping[str, float] | None = None,
     ) -> None:
         """Use *root* for attempts; touch nothing yet.
@@ -86,12 +86,12 @@ class LocalBackend:
         Args:
             root: Folder of all attempts; None: :func:`default_root`.
             machine: The capacity to offer; None: this machine's.
-            launch: How sidecar and wrapper are started; None: those of this package.
+            programs: How sidecar and wrapper are started; None: those of this package.
             prices: USD per hour by share (``cpu-2``), in place of shadow prices.
         """
         self.root = Path(root or default_root()).resolve()  # the agent's form of the path
         self._machine = machine
-        self._launch = launch or Launch()
+        self._programs = programs or Programs()
         self._prices = prices
 
     @property
@@ -125,7 +125,7 @@ class LocalBackend:
     def render(self, request: AttemptRequest) -> dict[str, Any]:
         """What ``submit`` would write, as JSON without secrets."""
         folder = PurePosixPath(self.root) / attempt_name(request)
-        return render_attempt(request, folder, self._launch)
+        return render_attempt(request, folder, self._programs)
 
     def submit(self, request: AttemptRequest) -> Handle:
         """Start the attempt, finish an interrupted start, or adopt a running or ended one.
@@ -140,10 +140,11 @@ class LocalBackend:
         offer = request.allocation.offer
         if offer.cloud != "local":
             raise BackendError(f"{offer.name}: is no slice of this machine")
-        faults = volume_faults(request.spec.get("volumes") or ())
-        if faults := faults + mount_faults(request.spec, request.command):
+        launch = request.launch
+        faults = volume_faults(launch.paths.volumes)
+        if faults := faults + mount_faults(launch.paths, launch.command):
             raise SpecError("\n".join(faults), faults=faults)
-        missing = shortfalls(request.spec, self.machine)
+        missing = shortfalls(launch.resources, self.machine)
         missing += [m for m in allocation_shortfalls(request.allocation, self.machine) if m not in missing]
         if missing:
             raise NoOfferError(f"{request.run_label}: {'; '.join(missing)}")
@@ -333,7 +334,7 @@ class _Start:
                 shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self._clear_saves(claims)
-        pythonpath = training_pythonpath(request.command, request.python, self._backend.root)
+        pythonpath = training_pythonpath(request.launch.command, request.python, self._backend.root)
         meeting = self._meeting()
         for node, claim in claims.items():
             folder = files.node_folder(self._folder, node)
@@ -375,8 +376,7 @@ class _Start:
         An interrupted submit may have given it to some nodes already; the others get the same one.
         """
         nodes = self._request.allocation.nodes
-        is_elastic = (self._request.spec.get("distributed") or {}).get("elastic")
-        if nodes == 1 and not is_elastic:
+        if nodes == 1 and self._request.launch.most_nodes is None:
             return {}
         for node in range(nodes):
             told = files.read_json(files.node_folder(self._folder, node) / files.REQUEST) or {}

@@ -7,7 +7,7 @@ import json
 import posixpath
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB
-from envscaler_airflow.backends.local.shares import asked_memory
-from envscaler_airflow.backends.local.volumes import absolute_paths, host_source, mounting
+from envscaler_airflow.backends.local.volumes import host_source, mounted_paths, mounting
+from envscaler_airflow.launch import Launch
 
 DRAIN_S = 3600.0
 """Longest time for uploads after the command ended, seconds. Chosen: 100 GB at 30 MB/s."""
@@ -28,7 +28,7 @@ _SLUG_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Programs:
     """How sidecar and wrapper are started, and how long uploads may take.
 
     Attributes:
@@ -106,7 +106,7 @@ def attempt_name(request: AttemptRequest) -> str:
     return f"{run_name(request)}-g{request.generation}-a{request.attempt}"
 
 
-def render_attempt(request: AttemptRequest, folder: PurePosixPath, launch: Launch) -> dict[str, Any]:
+def render_attempt(request: AttemptRequest, folder: PurePosixPath, programs: Programs) -> dict[str, Any]:
     """Everything that ``submit`` would write below *folder*, without secrets.
 
     ``submit`` and node main add what is known only then: the free CPUs and GPUs, the inherited environment.
@@ -120,7 +120,7 @@ def render_attempt(request: AttemptRequest, folder: PurePosixPath, launch: Launc
         "name": folder.name,
         "folder": str(folder),
         "offer": request.allocation.offer.to_dict(),
-        "nodes": [_Node(request, folder / f"n{node}", node, launch).render() for node in nodes],
+        "nodes": [_Node(request, folder / f"n{node}", node, programs).render() for node in nodes],
     }
 
 
@@ -129,36 +129,34 @@ class _Node:
     request: AttemptRequest
     folder: PurePosixPath
     node: int
-    launch: Launch
-    spec: Mapping[str, Any] = field(init=False)
+    programs: Programs
     paths: PathMap = field(init=False)
 
     def __post_init__(self) -> None:
-        spec = self.request.spec
-        paths = [*(str(volume["mount_path"]) for volume in spec.get("volumes") or ())]
-        paths += [str(path) for path in (spec.get("outputs") or {}).values()]
-        checkpoint = (spec.get("checkpoint") or {}).get("path")
-        paths += [str(checkpoint)] if checkpoint else []
-        object.__setattr__(self, "spec", spec)
-        saves = str(checkpoint) if checkpoint else None
-        mapped = PathMap.of(paths, self.folder / files.ROOT, saves=saves, saves_root=self._saves())
-        object.__setattr__(self, "paths", mapped)
+        found = self.launch.paths
+        named = [*(volume.mount_path for volume in found.volumes), *found.uploaded]
+        root, saves = self.folder / files.ROOT, found.checkpoint
+        object.__setattr__(self, "paths", PathMap.of(named, root, saves=saves, saves_root=self._saves()))
+
+    @property
+    def launch(self) -> Launch:
+        return self.request.launch
 
     def _saves(self) -> PurePosixPath:
         """Path of the checkpoint folder: the same in every attempt, because trainings store paths."""
         return self.folder.parent.parent / f"{run_name(self.request)}{files.SAVES}" / self.folder.name
 
     def render(self) -> dict[str, Any]:
-        command = [self.paths.argument(part) for part in self.request.command]
-        saves = str(self._saves()) if (self.spec.get("checkpoint") or {}).get("path") else None
+        command = [self.paths.argument(part) for part in self.launch.command]
+        saves = str(self._saves()) if self.launch.paths.checkpoint else None
         return {"request": self._request(command), "layout": self._layout(command), "saves": saves}
 
     def _request(self, command: list[str]) -> dict[str, Any]:
         request = self.request
         spool = str(self.folder / files.SPOOL)
         python = [sys.executable, "-P"]
-        wrapper = list(self.launch.wrapper) or [*python, "-m", "envscaler_agent"]
-        sidecar = list(self.launch.sidecar) or [*python, "-m", "envscaler_airflow.sidecar"]
+        wrapper = list(self.programs.wrapper) or [*python, "-m", "envscaler_agent"]
+        sidecar = list(self.programs.sidecar) or [*python, "-m", "envscaler_airflow.sidecar"]
         return {
             "attempt": self.folder.parent.name,
             "node": self.node,
@@ -175,15 +173,15 @@ class _Node:
             "limits": self._limits(),
             "deadline_s": request.deadline_s,
             "grace_s": request.grace_s,
-            "drain_s": self.launch.drain_s,
-            "cgroups": self.launch.cgroups,
+            "drain_s": self.programs.drain_s,
+            "cgroups": self.programs.cgroups,
         }
 
     def _mounted(self) -> list[str]:
         """The command that mounts the spec's paths; [] when the spec names none."""
         options: list[str] = []
-        for option, path in absolute_paths(self.spec):
-            options += [option, self._local(path), path]
+        for option, path in mounted_paths(self.launch.paths):
+            options += [option, self.paths.path(path), path]
         if not options:
             return []
         return [*mounting(str(self.folder / files.MOUNTS)), *options, "--"]
@@ -211,66 +209,37 @@ class _Node:
         """The spec's memory limit, at most the share's; the share's where the spec has none."""
         offer = self.request.allocation.offer
         slice_bytes = int(offer.memory_gib * GIB)
-        asked = asked_memory((self.spec.get("resources") or {}).get("limits") or {})
+        asked = self.launch.resources.limits.memory_bytes
         return {
             "memory_bytes": slice_bytes if asked is None else min(asked, slice_bytes),
             "vcpus": offer.vcpus,
         }
 
     def _env(self, spool: str) -> dict[str, str]:
+        """The spec's variables, with paths of this machine, and the backend's."""
         request = self.request
-        env = {name: self.paths.argument(value) for name, value in request.env.items()}
-        env |= {
-            "ENVSCALER_SPOOL": spool,
-            "ENVSCALER_RUN": request.run_prefix,
-            "ENVSCALER_GENERATION": str(request.generation),
-            "ENVSCALER_ATTEMPT": str(request.attempt),
-            "ENVSCALER_NODE": str(self.node),
-            "ENVSCALER_NODES": str(request.allocation.nodes),
-            "ENVSCALER_CPUS": str(max(1, int(request.allocation.offer.vcpus))),
-        }
-        for name, path in (self.spec.get("outputs") or {}).items():
-            env[_variable("OUTPUT", name)] = self._local(str(path))
-        for volume in self.spec.get("volumes") or ():
-            env[_variable("VOLUME", volume["name"])] = self._local(str(volume["mount_path"]))
-        for name, value in (self.spec.get("inputs") or {}).items():
-            env[_variable("INPUT", name)] = self._input(str(value))
-        checkpoint = (self.spec.get("checkpoint") or {}).get("path")
-        if checkpoint:
-            env["ENVSCALER_CHECKPOINT_DIR"] = self._local(str(checkpoint))
-        return env
-
-    def _input(self, uri: str) -> str:
-        """The path of an input that a volume brings, else its URI."""
-        for volume in self.spec.get("volumes") or ():
-            if volume.get("source") == uri:
-                return self._local(str(volume["mount_path"]))
-        return uri
-
-    def _local(self, path: str) -> str:
-        """A path of the spec on this machine; a relative one is relative to the working directory."""
-        return self.paths.path(path) if path.startswith("/") else str(self.folder / files.WORK / path)
+        own = request.env(spool=spool, cpus=request.allocation.offer.vcpus, local=self.paths.path)
+        plain = {name: self.paths.argument(value) for name, value in self.launch.env.items()}
+        return plain | own | {"ENVSCALER_NODE": str(self.node)}
 
     def _layout(self, command: list[str]) -> dict[str, Any]:
-        checkpoint = (self.spec.get("checkpoint") or {}).get("path")
+        found, local = self.launch.paths, self.paths.path
         return {
             "spec": self.request.spec_name,
             "work": str(self.folder / files.WORK),
             "mounts": [
                 {
-                    "name": volume["name"],
+                    "name": volume.name,
                     "source": host_source(volume),
-                    "path": self._local(str(volume["mount_path"])),
-                    "read_only": volume.get("access_mode") in ("ReadOnly", "ReadOnlyMany"),
+                    "path": local(volume.mount_path),
+                    "read_only": volume.is_read_only,
                 }
-                for volume in self.spec.get("volumes") or ()
+                for volume in found.volumes
             ],
-            "outputs": {
-                name: self._local(str(path)) for name, path in (self.spec.get("outputs") or {}).items()
-            },
-            "checkpoint_path": self._local(str(checkpoint)) if checkpoint else None,
+            "outputs": {name: local(path) for name, path in found.outputs.items()},
+            "checkpoint_path": local(found.checkpoint) if found.checkpoint else None,
             "command": command,
-            "seen_as": {local: original for original, local in self.paths.pairs},
+            "seen_as": {here: original for original, here in self.paths.pairs},
             "store_options": self._store_options(),
         }
 
@@ -278,8 +247,3 @@ class _Node:
         profile = self.request.store_login.profile
         options = dict(self.request.store_options) | ({"profile_name": profile} if profile else {})
         return dict(json.loads(json.dumps(options)))
-
-
-def _variable(kind: str, name: str) -> str:
-    """``ENVSCALER_OUTPUT_MY_MODEL`` for the output ``my-model``."""
-    return f"ENVSCALER_{kind}_" + re.sub(r"[^A-Z0-9]", "_", name.upper())

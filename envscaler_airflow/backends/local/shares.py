@@ -11,7 +11,8 @@ from typing import Any
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB, Gpu, Machine
 from envscaler_airflow.catalog import scaled_price, shadow_offer
-from envscaler_airflow.envspec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
+from envscaler_airflow.envspec.resources import Gpu as GpuRequest
+from envscaler_airflow.envspec.resources import Resources
 from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.planning.offers import Allocation, Offer
 
@@ -91,50 +92,36 @@ def _offer(
     )
 
 
-def shortfalls(spec: Mapping[str, Any], machine: Machine) -> list[str]:
-    """What *spec* requests and *machine* can never provide; one sentence each, [] when it fits.
+def shortfalls(resources: Resources, machine: Machine) -> list[str]:
+    """What *resources* request and *machine* can never provide; one sentence each, [] when it fits.
 
     Of alternatives (``any_of``, ``ordered``) one that fits is enough; when none does, the closest one is
     reported.
 
     Args:
-        spec: Resolved spec as JSON.
+        resources: What one node requests.
         machine: This machine, when nothing else runs on it.
     """
-    resources = spec.get("resources") or {}
-    alternatives = resources.get("any_of") or resources.get("ordered") or [resources]
-    return min((_missing(one, machine) for one in alternatives), key=len)
+    return min((_missing(one, machine) for one in resources.alternatives), key=len)
 
 
-def _missing(resources: Mapping[str, Any], machine: Machine) -> list[str]:
-    requests = resources.get("requests") or {}
-    missing = []
-    cpu = requests.get("cpu")
-    if cpu is not None and cpu_cores(cpu) > len(machine.cpus):
-        missing.append(f"cpu: {cpu_cores(cpu):g} asked, this machine has {len(machine.cpus)}")
-    memory = asked_memory(requests)
+def _missing(resources: Resources, machine: Machine) -> list[str]:
+    missing, requests = [], resources.requests
+    cpu = requests.cpu_cores
+    if cpu is not None and cpu > len(machine.cpus):
+        missing.append(f"cpu: {cpu:g} asked, this machine has {len(machine.cpus)}")
+    memory = requests.memory_bytes
     if memory is not None and memory > machine.usable_memory_bytes:
         has = machine.usable_memory_bytes / GIB
         missing.append(f"memory: {memory / GIB:.4g}Gi asked, this machine can give {has:.4g}Gi")
-    gpu = None if resources.get("cpu_fallback") else requests.get("gpu")
+    gpu = None if resources.cpu_fallback else requests.gpu
     return missing + _gpu_shortfalls(gpu, machine)
 
 
-def asked_memory(quantities: Mapping[str, Any]) -> int | None:
-    """Bytes of ``memory`` in *quantities*: a Kubernetes quantity or a number of bytes; None when absent."""
-    value = quantities.get("memory")
-    if value is None or isinstance(value, int):
-        return value
-    return memory_bytes(value)
-
-
-def _gpu_shortfalls(gpu: Mapping[str, Any] | None, machine: Machine) -> list[str]:
-    count = int(gpu.get("count") or 0) if gpu else 0
-    if gpu is None or not count:
+def _gpu_shortfalls(gpu: GpuRequest | None, machine: Machine) -> list[str]:
+    if gpu is None:
         return []
-    types = gpu.get("type") or []
-    wanted = [types] if isinstance(types, str) else [str(kind) for kind in types]
-    least_gb = gpu_memory_gb(gpu["memory"]) if gpu.get("memory") else 0.0
+    count, wanted, least_gb = gpu.count, gpu.type, gpu.memory_gb or 0.0
     named = [one for one in machine.gpus if not wanted or one.name in wanted]
     fitting = [one for one in named if one.memory_gb >= least_gb]
     if len(fitting) >= count:

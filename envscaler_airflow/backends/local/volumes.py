@@ -8,11 +8,12 @@ import posixpath
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from envscaler_airflow.backends.local import mount_main
+from envscaler_airflow.envspec.models import Volume
+from envscaler_airflow.launch import Paths
 
 HOST = "hostPath:"
 
@@ -23,43 +24,36 @@ def exists(path: str) -> bool:
 
 
 def volume_faults(
-    volumes: Iterable[Mapping[str, Any]],
+    volumes: Iterable[Volume],
     *,
     has_path: Callable[[str], bool] = exists,
     is_mounted: Callable[[str], bool] = os.path.ismount,
 ) -> list[str]:
-    """The parts of *volumes* (a resolved spec's JSON) that this machine lacks; one sentence each."""
-    told = ((volume["name"], _fault(volume, has_path, is_mounted)) for volume in volumes)
+    """Those of *volumes* that this machine lacks; one sentence each."""
+    told = ((volume.name, _fault(volume, has_path, is_mounted)) for volume in volumes)
     return [f"volumes: {name}: {fault}" for name, fault in told if fault is not None]
 
 
-def _fault(
-    volume: Mapping[str, Any], has_path: Callable[[str], bool], is_mounted: Callable[[str], bool]
-) -> str | None:
-    source, mount_path = volume.get("source") or "", volume["mount_path"]
-    if source.startswith("pvc:"):
-        return f"{source} is a claim of Kubernetes; write another source under targets"
-    if source.startswith("nfs:") and not is_mounted(mount_path):
-        return f"{source} is not mounted at {mount_path}; mount it first"
-    folder = "/" + source.removeprefix(HOST).lstrip("/")
-    if source.startswith(HOST) and not has_path(folder):
-        return f"{folder} does not exist here; make it, or name another folder under targets"
+def _fault(volume: Volume, has_path: Callable[[str], bool], is_mounted: Callable[[str], bool]) -> str | None:
+    if volume.kind == "pvc":
+        return f"{volume.source} is a claim of Kubernetes; write another source under targets"
+    if volume.kind == "nfs" and not is_mounted(volume.mount_path):
+        return f"{volume.source} is not mounted at {volume.mount_path}; mount it first"
+    if volume.kind == "hostPath" and not has_path(volume.location):
+        return f"{volume.location} does not exist here; make it, or name another folder under targets"
     return None
 
 
-def host_source(volume: Mapping[str, Any]) -> str | None:
+def host_source(volume: Volume) -> str:
     """The source for the sidecar: an export is where the machine has mounted it, at the spec's path."""
-    source: str | None = volume.get("source")
-    return f"{HOST}{volume['mount_path']}" if source is not None and source.startswith("nfs:") else source
+    return f"{HOST}{volume.mount_path}" if volume.kind == "nfs" else volume.source
 
 
-def absolute_paths(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """``(option of mounted.py, path)`` of the absolute paths that a resolved spec's JSON names."""
-    found = [("--bind", str(volume["mount_path"])) for volume in spec.get("volumes") or ()]
-    found += [("--out", str(path)) for path in (spec.get("outputs") or {}).values()]
-    checkpoint = (spec.get("checkpoint") or {}).get("path")
-    found += [("--out", str(checkpoint))] if checkpoint else []
-    return [(option, posixpath.normpath(path)) for option, path in found if path.startswith("/")]
+def mounted_paths(paths: Paths) -> list[tuple[str, str]]:
+    """``(option of mount_main.py, path)`` of what is mounted where the spec says."""
+    found = [("--bind", volume.mount_path) for volume in paths.volumes]
+    found += [("--out", path) for path in paths.uploaded]
+    return [(option, posixpath.normpath(path)) for option, path in found]
 
 
 def mounting(root: str) -> list[str]:
@@ -77,19 +71,19 @@ def no_mounts() -> str | None:
 
 
 def mount_faults(
-    spec: Mapping[str, Any], command: Sequence[str], *, why: Callable[[], str | None] = no_mounts
+    paths: Paths, command: Sequence[str], *, why: Callable[[], str | None] = no_mounts
 ) -> list[str]:
     """The fault of a shell script that names paths of the spec where they are the machine's own."""
-    named = mount_main.script_paths(list(command), [path for _, path in absolute_paths(spec)])
+    named = mount_main.script_paths(list(command), [path for _, path in mounted_paths(paths)])
     reason = why() if named else None
     return [] if reason is None else [f"entrypoint: {mount_main.refusal(named, reason)}"]
 
 
-def mount_warnings(spec: Mapping[str, Any], *, why: Callable[[], str | None] = no_mounts) -> list[str]:
+def mount_warnings(paths: Paths, *, why: Callable[[], str | None] = no_mounts) -> list[str]:
     """What happens, on a machine without mounts, to code that opens a path of the spec itself."""
-    paths = [path for _, path in absolute_paths(spec)]
-    reason = why() if paths else None
+    named = [path for _, path in mounted_paths(paths)]
+    reason = why() if named else None
     if reason is None:
         return []
     what = "arguments and variables that name them are rewritten, code that opens them itself fails"
-    return [f"{', '.join(paths)}: not mounted on this machine ({reason}): {what}; {mount_main.WAY_OUT}"]
+    return [f"{', '.join(named)}: not mounted on this machine ({reason}): {what}; {mount_main.WAY_OUT}"]

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fakes import attempts
 
 from envscaler_agent.protocol import Control
-from envscaler_airflow.backends.base import AttemptRequest, Handle
+from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.client import RefusedError
 from envscaler_airflow.envspec import EnvSpec
@@ -233,7 +234,7 @@ class ClusterRun:
         self.run.write("spec-0.json", json.dumps(spec).encode())
         self.run.write_control((1, 1), Control())
         self.run.lease.renew(holder="test")
-        request = AttemptRequest(
+        request = attempts.request(
             store_url=self.place.store.url,
             run_prefix=self.key.prefix,
             run_label="e2e.alone",

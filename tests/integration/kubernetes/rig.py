@@ -2,7 +2,9 @@
 
 import time
 
-from envscaler_airflow.backends.base import AttemptRequest, Handle
+from fakes import attempts
+
+from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner.act import Controller
@@ -83,7 +85,7 @@ def request_for(**changes):
         "command": ("train",),
         "secret_env": {"TOKEN": "canary"},
     }
-    return AttemptRequest(**(fields | changes))
+    return attempts.request(**(fields | changes))
 
 
 def ours(cluster, kind):

@@ -15,6 +15,7 @@ from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.images.build import Built
 from envscaler_airflow.images.builders import Docker, Image
 from envscaler_airflow.images.needs import Here
+from envscaler_airflow.launch import launch_of
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
 
@@ -39,7 +40,11 @@ def made(tmp_path, monkeypatch):
 
     def enter(spec: EnvSpec, **secrets: str):
         return container_of(
-            spec, spec.resources, tmp_path / "kept", store, resolve_secret=lambda ref: secrets[ref[4:]]
+            launch_of(spec, 1),
+            spec.resources,
+            tmp_path / "kept",
+            store,
+            resolve_secret=lambda ref: secrets[ref[4:]],
         )
 
     return enter

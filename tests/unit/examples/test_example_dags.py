@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from envscaler_airflow.envspec import load_spec
-from envscaler_airflow.images.distributed import batches
+from envscaler_airflow.launch import batches
 
 EXAMPLES = Path(__file__).parents[3] / "dags/examples"
 

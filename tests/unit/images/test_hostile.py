@@ -15,6 +15,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.cli.render import render_job
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.requirement_files import read_requirements
@@ -144,11 +146,14 @@ def check_all(folder, body: dict[str, Any]) -> None:
     spec = loaded(folder, body)
     if spec is None:
         return
-    for target in RENDERINGS:
-        if target == "spec":
-            continue
+    image = "registry.example.com/x:1"
+    for target in (*RENDERINGS, "kubernetes"):
         try:
-            for item in render(target, spec, read_requirements(spec), image="registry.example.com/x:1"):
+            for item in (
+                render_job(spec, Settings(image=image))
+                if target == "kubernetes"
+                else render(target, spec, read_requirements(spec), image=image)
+            ):
                 assert re.fullmatch(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*", item.name)
                 check_artefact(item.name, item.text)
         except SpecError:

@@ -13,7 +13,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.cli import main
+from envscaler_airflow.cli.render import render_job
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import SpecError
@@ -119,11 +121,12 @@ def test_texts_that_look_like_something_else_are_quoted(text):
 @settings(max_examples=50)
 def test_a_jobs_command_and_environment_are_what_was_written(text):
     """Kubernetes' own ``$(NAME)`` is escaped and nothing else changes."""
-    job = yaml.safe_load(texts_of("kubernetes", stage(text))["job.yaml"])
+    [found] = render_job(stage(text), Settings(image="i:1"))
 
+    *_, job = yaml.safe_load_all(found.text)
     container = job["spec"]["template"]["spec"]["containers"][0]
-    assert container["command"] == ["python", text.replace("$(", "$$(")]
-    assert container["env"] == [{"name": "V", "value": text.replace("$(", "$$(")}]
+    assert container["args"][-3:] == ["--", "python", text.replace("$", "$$")]
+    assert {"name": "V", "value": text.replace("$", "$$")} in container["env"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_a_comment_cannot_leave_its_line():
     assert comment(["one\nUSER root"]) == "# one USER root\n"
 
 
-@pytest.mark.parametrize("target", RENDERINGS)
+@pytest.mark.parametrize("target", [*RENDERINGS, "spec", "kubernetes"])
 def test_no_artefact_holds_a_secret(target, monkeypatch, tmp_path):
     """Canaries in the environment of the renderer, referred to by name, are in no rendering of any target."""
     for name in ("WANDB_API_KEY", "REGISTRY", "WHEELS"):

@@ -21,13 +21,9 @@ USUAL = HERE / "data"
 PINNED = "docker.io/nvidia/cuda@sha256:" + "0123456789abcdef" * 4
 
 CASES = [
-    *(
-        (name, target)
-        for name in ("short", "long")
-        for target in ("conda", "venv", "dockerfile", "kubernetes")
-    ),
-    *(("hostile", target) for target in ("conda", "venv", "dockerfile", "kubernetes", "vm")),
-    *(("wide", target) for target in ("venv", "dockerfile", "kubernetes", "vm")),
+    *((name, target) for name in ("short", "long") for target in ("conda", "venv", "dockerfile")),
+    *(("hostile", target) for target in ("conda", "venv", "dockerfile", "vm")),
+    *(("wide", target) for target in ("venv", "dockerfile", "vm")),
     ("conda", "conda"),
     ("conda", "dockerfile"),
     ("short", "spec"),
@@ -48,11 +44,7 @@ def rendered(name: str, target: str, tmp_path: Path) -> dict[str, str]:
         found = render_spec(loaded)
     else:
         options = ImageOptions(base=PINNED if name == "short" else None, has_agent=True, has_workdir=True)
-        image = (
-            f"registry.example.com/{name}:1" if target in ("kubernetes", "vm") and name != "wide" else None
-        )
-        if target == "kubernetes":
-            image = image or "registry.example.com/wide:1"
+        image = f"registry.example.com/{name}:1" if target == "vm" and name != "wide" else None
         found = render(target, loaded.spec, read_requirements(loaded.spec), image=image, options=options)
     # The hash covers every default too, which another test checks; YAML quotes a hash of digits first.
     digest = spec_hash(loaded.spec)

@@ -137,7 +137,7 @@ def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
     """From the first check that saw it, for any shell that requests the status."""
     store, backend, slept = open_store(f"file://{tmp_path}"), ScriptedBackend(), []
     allocation = Allocation(cpu_offer(1), nodes=2)
-    handle = backend.submit(AttemptRequest(store.url, "p", "dag.train", 1, 1, allocation, ("true",)))
+    handle = backend.submit(AttemptRequest(store.url, "p", "dag.train", 1, 1, allocation))
     backend.set_state(handle, "pending", node=0, reason="scheduling", detail="no room")
     backend.set_state(handle, "starting", node=1)
 
@@ -165,7 +165,7 @@ class TestFullStore:
             ManualClock(),
         )
         check_store(store)
-        request = AttemptRequest(store.url, "p", "dag.train", 1, 1, Allocation(cpu_offer(1)), ("true",))
+        request = AttemptRequest(store.url, "p", "dag.train", 1, 1, Allocation(cpu_offer(1)))
         handle = backend.submit(request)
         told = []
         waiting = Holder(

@@ -83,8 +83,9 @@ def test_the_next_attempt_keeps_what_was_changed(world, monkeypatch):
 
     [request] = asked
     assert request.allocation == Allocation(LARGE)
-    assert request.spec["resources"]["requests"] == {"cpu": "2000m", "memory": "6144Mi"}
-    assert request.spec["resources"]["limits"] == {"memory": "6144Mi"}
+    resources = request.launch.resources
+    assert (resources.requests.cpu, resources.requests.memory) == ("2000m", "6144Mi")
+    assert resources.limits.memory == "6144Mi"
 
 
 def test_memory_that_ran_out_is_raised_also_where_it_was_changed(world):

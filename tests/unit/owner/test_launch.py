@@ -83,8 +83,8 @@ def test_an_attempt_is_launched_for_its_nodes_and_keeps_the_global_batch(
     """A step has 64 samples: 32 x 2 passes on one node, 32 x 1 on each of two."""
     got = asked(tmp_path, stage(global_batch=64), nodes)
 
-    assert got.command == command
-    assert got.env == {
+    assert got.launch.command == command
+    assert got.launch.env == {
         "ENVSCALER_GLOBAL_BATCH": "64",
         "ENVSCALER_MICRO_BATCH": "32",
         "ENVSCALER_GRADIENT_ACCUMULATION": accumulation,
@@ -95,7 +95,7 @@ def test_a_launcher_that_numbers_no_nodes_is_told_the_number_by_the_node(tmp_pat
     """Accelerate takes host, port and rank as separate arguments."""
     got = asked(tmp_path, stage(launcher="accelerate"), 2)
 
-    assert got.command == (
+    assert got.launch.command == (
         "accelerate", "launch", "--num_machines=2", "--num_processes=2", "--machine_rank=$ENVSCALER_NODE",
         "--main_process_ip=$ENVSCALER_RENDEZVOUS_HOST", "--main_process_port=$ENVSCALER_RENDEZVOUS_PORT",
         "train.py",
@@ -104,7 +104,7 @@ def test_a_launcher_that_numbers_no_nodes_is_told_the_number_by_the_node(tmp_pat
 
 def test_a_stage_that_launches_itself_is_left_alone(tmp_path):
     """No launcher: the entrypoint is unchanged."""
-    assert asked(tmp_path, stage(launcher="none"), 2).command == ("python", "train.py")
+    assert asked(tmp_path, stage(launcher="none"), 2).launch.command == ("python", "train.py")
 
 
 def test_a_batch_that_no_size_could_keep_is_refused_before_anything_starts(tmp_path):

@@ -52,7 +52,7 @@ class World:
         check_store(self.store)
         self.backend = ScriptedBackend()
         self.log = Run(self.store, KEY).events
-        request = AttemptRequest(self.url, KEY.prefix, "dag.train", 1, 1, ALLOCATION, ("true",))
+        request = AttemptRequest(self.url, KEY.prefix, "dag.train", 1, 1, ALLOCATION)
         self.handle = self.backend.submit(request)
         self.append("generation", {"generation": 1, "spec_hash": "h"})
         self.append("attempt-intended", {"generation": 1, "attempt": 1, "allocation": ALLOCATION.to_dict()})

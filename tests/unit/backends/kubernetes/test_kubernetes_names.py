@@ -2,10 +2,10 @@
 
 import re
 
+from fakes import attempts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.planning.offers import Allocation, Offer
 
@@ -25,7 +25,7 @@ def request_for(**changes):
         "allocation": Allocation(OFFER),
         "command": ("python", "train.py"),
     }
-    return AttemptRequest(**(fields | changes))
+    return attempts.request(**(fields | changes))
 
 
 def test_a_name_says_what_runs_and_which_attempt_it_is():

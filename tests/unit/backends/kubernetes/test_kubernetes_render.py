@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fakes import attempts
 from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 
-from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.manifests import (
     escaped,
@@ -121,7 +121,7 @@ def request_for(**changes):
         "spec": SPEC,
         "spec_name": "spec-a1b2.json",
     }
-    return AttemptRequest(**(fields | changes))
+    return attempts.request(**(fields | changes))
 
 
 def rendered_case(name):
@@ -243,7 +243,7 @@ def test_outputs_get_a_folder_that_may_be_replaced():
         "checkpoint": {"path": "/output/c"},
     }
 
-    paths = [mount["mountPath"] for mount in mounts_of(spec).training]
+    paths = [mount["mountPath"] for mount in mounts_of(attempts.paths(**spec)).training]
 
     assert paths == ["/envscaler", "/output", "/workspace/out"]
 
@@ -285,7 +285,7 @@ def test_an_output_inside_a_volume_needs_nothing_of_its_own():
         "outputs": {"model": "/data/model"},
     }
 
-    found = mounts_of(spec)
+    found = mounts_of(attempts.paths(**spec))
 
     assert [mount["mountPath"] for mount in found.training] == ["/envscaler", "/data"]
     assert [mount["mountPath"] for mount in found.sidecar] == ["/envscaler", "/data"]
@@ -301,7 +301,7 @@ def test_an_output_inside_a_volume_needs_nothing_of_its_own():
 def test_what_no_pod_can_have_is_refused_with_what_to_write(spec, words):
     """The message names the field and an alternative."""
     with pytest.raises(SpecError, match=words):
-        mounts_of(spec)
+        mounts_of(attempts.paths(**spec))
 
 
 def test_a_layout_over_a_megabyte_is_refused():

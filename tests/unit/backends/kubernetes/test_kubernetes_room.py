@@ -1,18 +1,19 @@
 """Unit tests of capacity on a cluster: what fits at all, what fits now, and how many pods a Job may have."""
 
 import pytest
+from fakes import attempts
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.capacity import Need, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.in_place import (
     is_removable,
-    node_bound,
     rescale_patch,
 )
+from envscaler_airflow.backends.kubernetes.manifests import render_attempt
 from envscaler_airflow.backends.kubernetes.offers import derived_offers
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.planning.offers import AllocationPart
+from envscaler_airflow.planning.offers import Allocation, AllocationPart, Offer
 
 
 def node(name="n", *, cpu="8100m", memory="33024Mi", gpus=0, taints=(), labels=None):
@@ -157,7 +158,16 @@ SPEC = {"distributed": {"elastic": True}, "num_nodes": {"min": 1, "max": 4}}
 )
 def test_only_an_elastic_launcher_lets_nodes_come(spec, bound):
     """Started on two; as many as the spec allows, and never fewer than there are."""
-    assert node_bound(spec, 2) == bound
+    request = attempts.request(
+        store_url="s3://store", run_prefix="d/g/r/t/-1", run_label="g.t", generation=1, attempt=1,
+        allocation=Allocation(Offer("kubernetes", "", "node:cpu-1", "on-demand", 1, 1), nodes=2),
+        command=("train",), spec=spec,
+    )  # fmt: skip
+
+    job = render_attempt(request, Settings(image="train:1"))["job"]
+
+    assert int(job["metadata"]["labels"].get(names.MOST, "2")) == bound
+    assert job["spec"]["backoffLimit"] == bound
 
 
 @pytest.mark.parametrize(

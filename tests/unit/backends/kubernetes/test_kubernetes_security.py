@@ -4,8 +4,9 @@ import json
 import os
 
 import pytest
+from fakes import attempts
 
-from envscaler_airflow.backends.base import AttemptRequest, StoreLogin
+from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.kubernetes.manifests import render_attempt
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
@@ -19,7 +20,7 @@ IDENTITY = {"/var/run/secrets/kubernetes.io/serviceaccount", "/etc/envscaler-sto
 
 def pod_of(settings=None, *, spec=None, **fields):
     """Return the pod of one attempt, its spec and metadata."""
-    request = AttemptRequest(
+    request = attempts.request(
         store_url=fields.pop("store_url", "s3://store"),
         run_prefix="dep/dag/run/train/-1",
         run_label="dag.train",

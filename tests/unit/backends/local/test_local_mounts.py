@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fakes import attempts
 
 from envscaler_airflow.backends.local import mount_main, volumes
-from envscaler_airflow.backends.local.volumes import absolute_paths, mount_faults, mount_warnings, no_mounts
+from envscaler_airflow.backends.local.volumes import mount_faults, mount_warnings, mounted_paths, no_mounts
 from envscaler_airflow.cli import main
+from envscaler_airflow.launch import Paths
 
 SPEC = {
     "volumes": [{"name": "data", "source": "s3://b/p", "mount_path": "/data-of-a-test"}],
-    "outputs": {"model": "/output-of-a-test/model", "report": "report.json"},
+    "outputs": {"model": "/output-of-a-test/model", "report": "/output-of-a-test/r"},
     "checkpoint": {"path": "/output-of-a-test/checkpoints"},
 }
+PATHS = attempts.paths(**SPEC)
 SCRIPT = ["bash", "-c", "echo weights > /output-of-a-test/model"]
 
 allowed = pytest.mark.skipif(no_mounts() is not None, reason="this machine allows no mount namespaces")
@@ -150,11 +153,12 @@ def test_without_mounts_any_other_command_runs_with_a_warning(forbidden, monkeyp
     assert "/data-of-a-test cannot be mounted here" in capsys.readouterr().err
 
 
-def test_only_absolute_paths_are_mounted():
-    """Relative ones are below the working directory (F9)."""
-    assert absolute_paths(SPEC) == [
+def test_volumes_are_bound_and_what_is_uploaded_may_be_replaced():
+    """Each at its path in the spec (F9)."""
+    assert mounted_paths(PATHS) == [
         ("--bind", "/data-of-a-test"),
         ("--out", "/output-of-a-test/model"),
+        ("--out", "/output-of-a-test/r"),
         ("--out", "/output-of-a-test/checkpoints"),
     ]
 
@@ -170,19 +174,19 @@ def test_only_absolute_paths_are_mounted():
 )
 def test_a_start_is_refused_where_a_script_would_meet_the_machines_folders(command, is_fault):
     """The backend refuses before it starts anything (F9)."""
-    faults = mount_faults(SPEC, command, why=lambda: "Operation not permitted")
+    faults = mount_faults(PATHS, command, why=lambda: "Operation not permitted")
 
     assert bool(faults) == is_fault
-    assert mount_faults(SPEC, command, why=lambda: None) == []
+    assert mount_faults(PATHS, command, why=lambda: None) == []
 
 
 def test_what_is_not_mounted_is_said_once():
     """With the paths and an alternative (F9)."""
-    [warning] = mount_warnings(SPEC, why=lambda: "Operation not permitted")
+    [warning] = mount_warnings(PATHS, why=lambda: "Operation not permitted")
 
-    paths = "/data-of-a-test, /output-of-a-test/model, /output-of-a-test/checkpoints"
+    paths = "/data-of-a-test, /output-of-a-test/model, /output-of-a-test/r, /output-of-a-test/checkpoints"
     assert warning.startswith(f"{paths}: not mounted on this machine (Operation not permitted)")
-    assert mount_warnings({"outputs": {"r": "report.json"}}, why=lambda: "no") == []
+    assert mount_warnings(Paths(), why=lambda: "no") == []
 
 
 def test_validate_says_what_this_machine_cannot_mount(tmp_path, monkeypatch):

@@ -5,12 +5,13 @@ import sys
 from pathlib import PurePosixPath
 
 import pytest
+from fakes import attempts
 
-from envscaler_airflow.backends.base import AttemptRequest, StoreLogin
+from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.local import mount_main
 from envscaler_airflow.backends.local.node_plan import (
-    Launch,
     PathMap,
+    Programs,
     attempt_name,
     render_attempt,
 )
@@ -22,9 +23,14 @@ SPEC = {
     "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "3Gi"}},
     "volumes": [
         {"name": "data", "source": "s3://b/p", "mount_path": "/data", "access_mode": "ReadOnly"},
-        {"name": "scratch", "source": None, "mount_path": "/data/tmp", "access_mode": "ReadWriteOnce"},
+        {
+            "name": "scratch",
+            "source": "hostPath:/tmp",
+            "mount_path": "/data/tmp",
+            "access_mode": "ReadWriteOnce",
+        },
     ],
-    "outputs": {"my-model": "/output/model", "report": "out/report.json"},
+    "outputs": {"my-model": "/output/model", "report": "/out/report.json"},
     "checkpoint": {"path": "/output/checkpoints"},
     "inputs": {"data": "s3://b/p", "base": "s3://b/base"},
 }
@@ -47,12 +53,12 @@ def request_for(**changes):
         "spec": SPEC,
         "spec_name": "spec-a1b2.json",
     }
-    return AttemptRequest(**(fields | changes))
+    return attempts.request(**(fields | changes))
 
 
 def first_node(request):
     """Return what is rendered for node 0."""
-    return render_attempt(request, PurePosixPath("/r/a"), Launch())["nodes"][0]
+    return render_attempt(request, PurePosixPath("/r/a"), Programs())["nodes"][0]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,8 @@ def test_the_request_of_a_node_as_it_is_written():
             *("--spool", "/r/a/n0/spool", "--grace", "15", "--"),
             *(sys.executable, "-I", "-S", mount_main.__file__, "--root", "/r/a/n0/mounts"),
             *("--bind", f"{ROOT}/data", "/data", "--bind", f"{ROOT}/data/tmp", "/data/tmp"),
-            *("--out", f"{ROOT}/output/model", "/output/model", "--out"),
+            *("--out", f"{ROOT}/output/model", "/output/model"),
+            *("--out", f"{ROOT}/out/report.json", "/out/report.json", "--out"),
             *(f"{SAVES}/output/checkpoints", "/output/checkpoints", "--"),
             *("python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"),
         ],
@@ -134,7 +141,7 @@ def test_the_request_of_a_node_as_it_is_written():
             "ENVSCALER_NODES": "1",
             "ENVSCALER_CPUS": "2",
             "ENVSCALER_OUTPUT_MY_MODEL": f"{ROOT}/output/model",
-            "ENVSCALER_OUTPUT_REPORT": "/r/a/n0/work/out/report.json",
+            "ENVSCALER_OUTPUT_REPORT": f"{ROOT}/out/report.json",
             "ENVSCALER_VOLUME_DATA": f"{ROOT}/data",
             "ENVSCALER_VOLUME_SCRATCH": f"{ROOT}/data/tmp",
             "ENVSCALER_INPUT_DATA": f"{ROOT}/data",
@@ -157,15 +164,16 @@ def test_the_layout_for_the_sidecar_as_it_is_written():
         "work": "/r/a/n0/work",
         "mounts": [
             {"name": "data", "source": "s3://b/p", "path": f"{ROOT}/data", "read_only": True},
-            {"name": "scratch", "source": None, "path": f"{ROOT}/data/tmp", "read_only": False},
+            {"name": "scratch", "source": "hostPath:/tmp", "path": f"{ROOT}/data/tmp", "read_only": False},
         ],
-        "outputs": {"my-model": f"{ROOT}/output/model", "report": "/r/a/n0/work/out/report.json"},
+        "outputs": {"my-model": f"{ROOT}/output/model", "report": f"{ROOT}/out/report.json"},
         "checkpoint_path": f"{SAVES}/output/checkpoints",
         "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
         "seen_as": {
             f"{ROOT}/data": "/data",
             f"{ROOT}/data/tmp": "/data/tmp",
             f"{ROOT}/output/model": "/output/model",
+            f"{ROOT}/out/report.json": "/out/report.json",
             f"{SAVES}/output/checkpoints": "/output/checkpoints",
         },
         "store_options": {"region": "x"},
@@ -230,7 +238,7 @@ def test_the_interpreter_of_the_command_runs_neither_wrapper_nor_sidecar():
 
 def test_every_node_has_a_folder_of_its_own():
     """Two nodes, distinguished by folder and number."""
-    nodes = render_attempt(request_for(allocation=Allocation(OFFER, 2)), PurePosixPath("/r/a"), Launch())[
+    nodes = render_attempt(request_for(allocation=Allocation(OFFER, 2)), PurePosixPath("/r/a"), Programs())[
         "nodes"
     ]
 

@@ -15,6 +15,7 @@ from envscaler_airflow.backends.local.shares import (
     shortfalls,
     slice_offers,
 )
+from envscaler_airflow.envspec.resources import Resources
 from envscaler_airflow.errors import CapacityError
 from envscaler_airflow.planning.offers import Allocation, Offer
 
@@ -96,7 +97,7 @@ def test_an_unpriced_gpu_has_no_price_and_says_why():
 )
 def test_shortfalls_say_what_is_missing(resources, missing):
     """Each with the required and the available amount; of alternatives the nearest."""
-    assert shortfalls({"resources": resources}, MACHINE) == missing
+    assert shortfalls(Resources.model_validate(resources), MACHINE) == missing
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_shortfalls_say_what_is_missing(resources, missing):
 )
 def test_shortfalls_of_gpus(gpu, missing):
     """Count, type and memory of GPUs."""
-    assert shortfalls({"resources": {"requests": {"gpu": gpu}}}, GPUS) == missing
+    assert shortfalls(Resources.model_validate({"requests": {"gpu": gpu}}), GPUS) == missing
 
 
 def test_nodes_together_must_fit_the_machine():

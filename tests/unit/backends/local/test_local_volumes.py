@@ -1,11 +1,12 @@
 """Volumes on this machine: an unavailable one is reported before anything starts."""
 
 import pytest
+from fakes import attempts
 
-from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.machine import Machine
 from envscaler_airflow.backends.local.volumes import host_source, volume_faults
+from envscaler_airflow.envspec.models import Volume
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer
 
@@ -13,8 +14,8 @@ OFFER = Offer("local", "", "cpu-1", "on-demand", vcpus=1, memory_gib=1.0)
 
 
 def volume(source, path="/data"):
-    """Return one volume in the format of a resolved spec's JSON."""
-    return {"name": "v", "source": source, "mount_path": path}
+    """Return one volume."""
+    return Volume(name="v", source=source, mount_path=path)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,9 @@ def test_a_mounted_export_is_had():
 def test_an_attempt_with_a_claim_is_refused_and_leaves_nothing(tmp_path):
     """Never available here: no retry."""
     backend = LocalBackend(tmp_path / "root", machine=Machine(cpus=(0,), memory_bytes=2 << 30))
-    request = AttemptRequest(
+    request = attempts.request(
         store_url="file:///s", run_prefix="d/g/r/t/-1", run_label="g.t", generation=1, attempt=1,
-        allocation=Allocation(OFFER), command=("true",), spec={"volumes": [volume("pvc://claim")]},
+        allocation=Allocation(OFFER), command=("true",), spec={"volumes": [volume("pvc://claim").model_dump()]},
     )  # fmt: skip
 
     with pytest.raises(SpecError, match="claim of Kubernetes"):

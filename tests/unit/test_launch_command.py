@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.distributed import Batch, batch_env, batches, launch_command
+from envscaler_airflow.launch import Batch, batch_env, batches, launch_command
+
+MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
 
 
 def stage(
@@ -88,23 +90,23 @@ def test_the_training_reads_its_accumulation_from_the_environment():
 
 
 def test_torchrun_meets_by_c10d_at_node_zero():
-    """Several nodes: count, processes, rank and endpoint; the interpreter is torchrun's own."""
-    got = launch_command(stage(launcher="torchrun"), 2, endpoint="node-0:29400", node_rank="1")
+    """Several nodes: count, processes, endpoint; torchrun ranks the nodes and has an interpreter."""
+    got = launch_command(stage(launcher="torchrun"), 2)
 
     assert got == (
-        "torchrun", "--nnodes=2", "--nproc_per_node=2", "--node_rank=1", "--rdzv_backend=c10d",
-        "--rdzv_endpoint=node-0:29400", "--rdzv_id=envscaler", "train.py",
+        "torchrun", "--nnodes=2", "--nproc_per_node=2", "--rdzv_backend=c10d",
+        f"--rdzv_endpoint={MEETING}", "--rdzv_id=envscaler", "train.py",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_an_elastic_launch_takes_nodes_that_come_and_go(nodes):
     """Torchrun gets the bounds, for any starting number; one node also has a rendezvous: others may come."""
-    got = launch_command(stage(nodes="1..4", launcher="torchrun", elastic=True), nodes, endpoint="n0:29400")
+    got = launch_command(stage(nodes="1..4", launcher="torchrun", elastic=True), nodes)
 
     assert got == (
         "torchrun", "--nnodes=1:4", "--nproc_per_node=2", "--max_restarts=100", "--rdzv_backend=c10d",
-        "--rdzv_endpoint=n0:29400", "--rdzv_id=envscaler", "train.py",
+        f"--rdzv_endpoint={MEETING}", "--rdzv_id=envscaler", "train.py",
     )  # fmt: skip
 
 
@@ -137,12 +139,13 @@ def test_one_node_needs_no_rendezvous_and_other_programs_no_python(launcher, ent
 @pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
 def test_other_launchers_get_nodes_processes_rank_and_address(launcher):
     """The same four facts in each launcher's own words."""
-    got = " ".join(launch_command(stage(launcher=launcher), 2, endpoint="n0:1234", node_rank="1"))
+    got = " ".join(launch_command(stage(launcher=launcher), 2))
 
     expected = {
-        "accelerate": "accelerate launch --num_machines=2 --num_processes=4 --machine_rank=1 "
-        "--main_process_ip=n0 --main_process_port=1234 train.py",
-        "deepspeed": "deepspeed --num_nodes=2 --num_gpus=2 --node_rank=1 --master_addr=n0 --master_port=1234 "
-        "--no_ssh train.py",
+        "accelerate": "accelerate launch --num_machines=2 --num_processes=4 --machine_rank=$ENVSCALER_NODE "
+        "--main_process_ip=$ENVSCALER_RENDEZVOUS_HOST --main_process_port=$ENVSCALER_RENDEZVOUS_PORT "
+        "train.py",
+        "deepspeed": "deepspeed --num_nodes=2 --num_gpus=2 --node_rank=$ENVSCALER_NODE "
+        "--master_addr=$ENVSCALER_RENDEZVOUS_HOST --master_port=$ENVSCALER_RENDEZVOUS_PORT --no_ssh train.py",
     }
     assert got == expected[launcher]
