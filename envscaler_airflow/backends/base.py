@@ -10,6 +10,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.launch import Launch
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import OUTCOMES, NodeState, NodeStatus
+from envscaler_airflow.run.cost import UsageInterval
 
 ResizeState = Literal["going", "done", "deferred", "infeasible"]
 """``deferred``: no capacity now. ``infeasible``: never possible here; the next attempt gets it."""
@@ -181,24 +182,6 @@ class AttemptStatus:
         if len(self.nodes) == 1:
             return "".join(told)
         return "; ".join(f"node {', '.join(nodes)}: {words}" for words, nodes in told.items())
-
-
-@dataclass(frozen=True, slots=True)
-class UsageInterval:
-    """Billed time of one node, from the provider's timestamps, seconds since the epoch.
-
-    Attributes:
-        node: Index.
-        start: When it was allocated.
-        end: When it was released; None while it is allocated.
-        now: The provider's time of its answer; an open interval is billed up to it. None where the provider
-            does not report it.
-    """
-
-    node: int
-    start: float
-    end: float | None
-    now: float | None = None
 
 
 class Backend(Protocol):

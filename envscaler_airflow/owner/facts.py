@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from envscaler_agent.protocol import MAX_JSON_BYTES, claim_name, status_name
-from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle, UsageInterval
+from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.run_watch import unless_heard
 from envscaler_airflow.owner.usage import billed_usd, cost_usd, spans_of, with_removed
 from envscaler_airflow.run import AttemptState, NodeStatus, Observed, RunState
+from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.store.run import Run
 
 SOON_S = 60.0

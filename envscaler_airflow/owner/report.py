@@ -11,7 +11,7 @@ from envscaler_agent.protocol import Status
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.owner.usage import begun_at, by_span, spans_of
 from envscaler_airflow.run import AttemptState, RunState, outcome_of
-from envscaler_airflow.run.cost import Bill, Held, Pause, Use, bill
+from envscaler_airflow.run.cost import Bill, Pause, UsageInterval, Use, bill
 from envscaler_airflow.store.run import Run
 
 
@@ -177,7 +177,9 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
     return [*before, replace(whole, held=parts[-1][1], provisioning_s=0.0, idle_s=idle_s)]
 
 
-def _part(seconds: float | None, part: Sequence[Held], held: Sequence[Held]) -> float | None:
+def _part(
+    seconds: float | None, part: Sequence[UsageInterval], held: Sequence[UsageInterval]
+) -> float | None:
     """Return the share of *seconds* that falls within *part* of the billed time; None if unknown."""
     lasted = [[one.end - one.start for one in some if one.end is not None] for some in (part, held)]
     if seconds is None or len(lasted[0]) < len(part) or len(lasted[1]) < len(held):
@@ -192,9 +194,9 @@ def why_ended(attempt: AttemptState) -> str:
     return attempt.outcome
 
 
-def _held(attempt: AttemptState) -> tuple[Held, ...] | None:
+def _held(attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
     if attempt.is_live and attempt.started_at is not None:
-        return tuple(Held(node, attempt.started_at) for node in range(attempt.allocation.nodes))
+        return tuple(UsageInterval(node, attempt.started_at) for node in range(attempt.allocation.nodes))
     rows = attempt.ended.get("usage")
     if not isinstance(rows, list):
         return None
@@ -202,9 +204,9 @@ def _held(attempt: AttemptState) -> tuple[Held, ...] | None:
     off_s = 0.0 if at is None or ended_at is None else ended_at - at
     # Intervals that were open then are billed up to the run's current time, or to the release.
     return tuple(
-        Held(int(node), max(0.0, start + off_s), attempt.released_at)
+        UsageInterval(int(node), max(0.0, start + off_s), attempt.released_at)
         if end is None
-        else Held(int(node), float(start), float(end))
+        else UsageInterval(int(node), float(start), float(end))
         for node, start, end in rows
     )
 
@@ -225,7 +227,9 @@ def _provisioning_s(attempt: AttemptState) -> float | None:
     return None if setup is None or first is None else setup + first
 
 
-def _idle_s(attempt: AttemptState, held: tuple[Held, ...] | None, provisioning: float | None) -> float | None:
+def _idle_s(
+    attempt: AttemptState, held: tuple[UsageInterval, ...] | None, provisioning: float | None
+) -> float | None:
     elapsed, first = _number(attempt.ended, "elapsed_s"), _number(attempt.ended, "first_step_s")
     mine = [one for one in held or () if one.node == 0]
     ends = [one.end for one in mine if one.end is not None]
@@ -265,7 +269,7 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 def _pause_s(
-    before: AttemptState, after: AttemptState, left: tuple[Held, ...] | None, came_at: float | None
+    before: AttemptState, after: AttemptState, left: tuple[UsageInterval, ...] | None, came_at: float | None
 ) -> float | None:
     """Seconds from the last step seen before the pause to the first one after it."""
     provisioning = _provisioning_s(after)

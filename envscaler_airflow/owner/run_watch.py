@@ -14,13 +14,13 @@ from envscaler_airflow.backends.base import (
     Backend,
     Handle,
     ResizesInPlace,
-    UsageInterval,
 )
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.limits import BUDGET_EVERY_S, reserve_usd
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.owner.usage import Span, billed_usd
 from envscaler_airflow.run import Event, NodeStatus, outcome_of
+from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.ends import LOST_AFTER_S
 from envscaler_airflow.store.run import Run
 

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import AttemptState
-from envscaler_airflow.run.cost import Held, Use, spent_usd
+from envscaler_airflow.run.cost import UsageInterval, Use, spent_usd
 
 _APART_S = 600.0
 """How much earlier than the owner saw it a node may have started, seconds. Chosen: the longest wait for a
@@ -62,7 +61,7 @@ def made_at(handle: Mapping[str, Any] | None) -> float | None:
     return at.timestamp() if at.tzinfo is not None else None
 
 
-def begun_at(intervals: Iterable[UsageInterval | Held], handle: Mapping[str, Any] | None) -> float:
+def begun_at(intervals: Iterable[UsageInterval], handle: Mapping[str, Any] | None) -> float:
     """Provider's time that matches the owner's time of the start: its creation, or its first node's start."""
     first, made = min(item.start for item in intervals), made_at(handle)
     return first if made is None else min(made, first)
@@ -129,8 +128,8 @@ def _began_within(item: UsageInterval, past: UsageInterval) -> bool:
 
 
 def by_span(
-    held: Iterable[Held], spans: Sequence[Span], *, began: float | None = None
-) -> list[tuple[Allocation, tuple[Held, ...]]]:
+    held: Iterable[UsageInterval], spans: Sequence[Span], *, began: float | None = None
+) -> list[tuple[Allocation, tuple[UsageInterval, ...]]]:
     """Split billed time by *spans*, which count from *began*, or else from the first billed interval."""
     all_held = tuple(held)
     if began is None:
@@ -143,18 +142,18 @@ def by_span(
     return found
 
 
-def _within(held: Held, start: float, end: float | None) -> Held | None:
+def _within(held: UsageInterval, start: float, end: float | None) -> UsageInterval | None:
     """Return the part of an interval from *start* to *end*; None if it is empty."""
     first = max(held.start, start)
     last = held.end if end is None else end if held.end is None else min(held.end, end)
-    return None if last is not None and last <= first else Held(held.node, first, last)
+    return None if last is not None and last <= first else UsageInterval(held.node, first, last)
 
 
 def cost_usd(
     spans: Sequence[Span], intervals: Iterable[UsageInterval], *, began: float | None = None
 ) -> float | None:
     """Cost of closed *intervals*, each node at the price of its offer; None if a price is unknown."""
-    held = [Held(item.node, item.start, item.end) for item in intervals]
+    held = tuple(intervals)
     uses = [Use(0, 0, allocation, held=part) for allocation, part in by_span(held, spans, began=began)]
     now = max((one.end for one in held if one.end is not None), default=0.0)
     return spent_usd(uses, now=now, tariffs=tariffs())

@@ -18,18 +18,24 @@ from envscaler_airflow.planning.record import Record, check_finite
 
 
 @dataclass(frozen=True, slots=True)
-class Held(Record):
-    """Billed time of one node, seconds since the epoch by the provider's own clock.
+class UsageInterval(Record):
+    """Billed time of one node, from the provider's timestamps, seconds since the epoch.
 
-    ``end`` is None while the node is still billed.
+    Attributes:
+        node: Index.
+        start: When it was allocated.
+        end: When it was released; None while it is allocated. An end before the start counts as no time.
+        now: The provider's time of its answer; an open interval is billed up to it. None where the provider
+            does not report it.
     """
 
     node: int
     start: float
     end: float | None = None
+    now: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse NaN; an end before its start counts as no time."""
+        """Refuse NaN and negative times."""
         check_finite(start=self.start, end=self.end)
 
 
@@ -54,7 +60,7 @@ class Use(Record):
     generation: int
     attempt: int
     allocation: Allocation
-    held: tuple[Held, ...] | None = None
+    held: tuple[UsageInterval, ...] | None = None
     why_ended: str = ""
     provisioning_s: float | None = None
     idle_s: float | None = None
@@ -306,7 +312,7 @@ def _offer_of(allocation: Allocation, node: int) -> Offer | None:
     return allocation.offer_of(node) if allocation.is_mixed else allocation.offer
 
 
-def _billed_s(offer: Offer | None, held: Held, now: float, tariffs: Tariffs) -> float:
+def _billed_s(offer: Offer | None, held: UsageInterval, now: float, tariffs: Tariffs) -> float:
     """Return the billed seconds: rounded up to the cloud's unit, and at least its minimum."""
     seconds = _seconds(held, now)
     billing = None if offer is None else tariffs.get(offer.cloud, UNKNOWN_TARIFF).billing
@@ -438,11 +444,11 @@ def _unpriced(allocation: Allocation) -> str:
     return ", ".join(names) or f"a node beyond {allocation.name}"
 
 
-def _seconds(held: Held, now: float) -> float:
+def _seconds(held: UsageInterval, now: float) -> float:
     return max(0.0, (now if held.end is None else held.end) - held.start)
 
 
-def _wall_s(held: Sequence[Held], now: float) -> float | None:
+def _wall_s(held: Sequence[UsageInterval], now: float) -> float | None:
     if not held:
         return None
     ends = [now if item.end is None else item.end for item in held]

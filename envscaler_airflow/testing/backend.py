@@ -18,11 +18,11 @@ from envscaler_airflow.backends.base import (
     ResizesInPlace,
     ResizeState,
     RunsMixed,
-    UsageInterval,
 )
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import NodeState, NodeStatus
+from envscaler_airflow.run.cost import UsageInterval
 
 
 class ManualClock:

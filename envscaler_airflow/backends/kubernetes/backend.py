@@ -12,7 +12,6 @@ from envscaler_airflow.backends.base import (
     AttemptStatus,
     Handle,
     ResizeState,
-    UsageInterval,
 )
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.capacity import free_nodes, shortfall
@@ -48,6 +47,7 @@ from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, 
 from envscaler_airflow.backends.kubernetes.usage import came_late, usage_of
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.run import Outcome, outcome_of
+from envscaler_airflow.run.cost import UsageInterval
 
 if TYPE_CHECKING:
     from envscaler_airflow.planning.offers import Offer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.failures import is_held
 from envscaler_airflow.backends.kubernetes.handles import Part
@@ -18,6 +17,7 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     timestamp,
 )
 from envscaler_airflow.backends.kubernetes.waits import first_told
+from envscaler_airflow.run.cost import UsageInterval
 
 MADE_AGAIN_S = 60.0
 """If the first known pod of a node is this much later than its Job's start, an earlier one existed, seconds.

@@ -23,7 +23,6 @@ from envscaler_airflow.backends.base import (
     Backend,
     Handle,
     NodeEnd,
-    UsageInterval,
 )
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.environment import node_env, training_pythonpath
@@ -44,6 +43,7 @@ from envscaler_airflow.backends.local.shares import (
 from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.run.cost import UsageInterval
 
 START_PATIENCE_S = 30.0
 """Longest wait for node main to report its process id. Chosen: a hundred times the usual, for a loaded

@@ -15,7 +15,7 @@ from envscaler_airflow.cli.market import print_table
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.run import Event, RunState
-from envscaler_airflow.run.cost import Held, Use, bill
+from envscaler_airflow.run.cost import UsageInterval, Use, bill
 from envscaler_airflow.run.narration import describe
 
 
@@ -64,7 +64,7 @@ def test_a_bill_names_both_parts_of_a_mixed_attempt():
         "aws", "us-east-1", "p3.2xlarge", "on-demand", 8, 61, gpu_name="V100", gpus=1, usd_per_hour=3.0
     )
     spot = replace(core, capacity_type="spot", usd_per_hour=1.0)
-    held = (Held(0, 0.0, 3600.0), Held(1, 0.0, 3600.0))
+    held = (UsageInterval(0, 0.0, 3600.0), UsageInterval(1, 0.0, 3600.0))
     found = bill(
         [Use(1, 1, Allocation(core, 2, rest=spot, rest_nodes=1), held, "succeeded")], now=0, tariffs={}
     )
@@ -85,7 +85,7 @@ def test_no_amount_is_cut_off_by_a_long_name_or_a_narrow_terminal(columns, capsy
     core = Offer("kubernetes", "ap-northeast-1", "g5.12xlarge", "on-demand", 48, 192, "ap-northeast-1a")
     core = replace(core, usd_per_hour=3.0, price_source="cluster_prices[gpu]")
     spot = replace(core, capacity_type="spot", usd_per_hour=1.0)
-    held = tuple(Held(node, 0.0, 36000.0) for node in range(4))
+    held = tuple(UsageInterval(node, 0.0, 36000.0) for node in range(4))
     use = Use(1, 1, Allocation(core, 4, rest=spot, rest_nodes=3), held, "succeeded", 100, 10, 0, 9000, 9000)
 
     print_report(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.report import run_bill, run_report
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.owner.usage import until_now, with_removed
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.state import Before
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing.backend import cpu_offer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.usage import with_removed
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState
+from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.state import Before
 from envscaler_airflow.testing.backend import cpu_offer
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from envscaler_agent.protocol import Progress, Status
-from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.errors import BackendError, BudgetError, RunFailedError
 from envscaler_airflow.owner import facts, limits
 from envscaler_airflow.owner.run_watch import Watch
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState
+from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.backend import cpu_offer

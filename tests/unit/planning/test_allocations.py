@@ -13,7 +13,7 @@ from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.offers import AllocationPart
 from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import cost
-from envscaler_airflow.run.cost import Held, Use
+from envscaler_airflow.run.cost import UsageInterval, Use
 
 HOUR = 3600.0
 bill = partial(cost.bill, tariffs=tariffs())
@@ -118,7 +118,7 @@ def test_records_that_hold_one_are_as_short():
     assert Holding(MIXED).to_dict() == {"allocation": MIXED.to_dict()}
 
 
-def used(*held: Held, allocation: Allocation = MIXED) -> Use:
+def used(*held: UsageInterval, allocation: Allocation = MIXED) -> Use:
     """An attempt with ten steps, all kept, that started at once."""
     return Use(
         1,
@@ -136,7 +136,7 @@ def used(*held: Held, allocation: Allocation = MIXED) -> Use:
 
 def test_each_node_is_billed_by_the_part_that_it_is_of():
     """Two hours of rank 0 at $3, half an hour of rank 2 at $1: $6.5 for 2.5 hours, $2.60 each."""
-    line = bill([used(Held(0, 0.0, 2 * HOUR), Held(2, 0.0, HOUR / 2))], now=0).lines[0]
+    line = bill([used(UsageInterval(0, 0.0, 2 * HOUR), UsageInterval(2, 0.0, HOUR / 2))], now=0).lines[0]
 
     assert line.usd == 6.5
     assert line.node_hours == 2.5
@@ -147,8 +147,8 @@ def test_each_node_is_billed_by_the_part_that_it_is_of():
 def test_an_unknown_price_of_a_part_is_unknown_only_where_it_was_held():
     """Rank 0 alone has a bill; with rank 1 there is none, and the note names the part."""
     unpriced = replace(MIXED, rest=replace(REST, usd_per_hour=None))
-    alone = bill([used(Held(0, 0.0, HOUR), allocation=unpriced)], now=0)
-    both = bill([used(Held(0, 0.0, HOUR), Held(1, 0.0, HOUR), allocation=unpriced)], now=0)
+    alone = bill([used(UsageInterval(0, 0.0, HOUR), allocation=unpriced)], now=0)
+    both = bill([used(UsageInterval(0, 0.0, HOUR), UsageInterval(1, 0.0, HOUR), allocation=unpriced)], now=0)
 
     assert alone.usd == 3.0
     assert both.usd is None
@@ -157,7 +157,7 @@ def test_an_unknown_price_of_a_part_is_unknown_only_where_it_was_held():
 
 def test_a_node_that_a_mixed_allocation_has_not_has_no_price():
     """The part that it belongs to is unknown."""
-    got = bill([used(Held(4, 0.0, HOUR))], now=0)
+    got = bill([used(UsageInterval(4, 0.0, HOUR))], now=0)
 
     assert got.usd is None
     assert f"g1-a1: the price of a node beyond {MIXED.name} is unknown" in got.notes
@@ -165,7 +165,7 @@ def test_a_node_that_a_mixed_allocation_has_not_has_no_price():
 
 def test_the_static_plan_of_a_mixed_start_is_all_on_demand():
     """Four nodes at $3 for the two hours that its ten steps took."""
-    held = [Held(rank, 0.0, 2 * HOUR) for rank in range(4)]
+    held = [UsageInterval(rank, 0.0, 2 * HOUR) for rank in range(4)]
     got = bill([used(*held)], now=0)
     other = replace(MIXED, rest=replace(REST, instance_type="p3dn.large"))
 
@@ -178,10 +178,10 @@ def test_the_static_plan_of_a_mixed_start_is_all_on_demand():
 def test_a_bill_rounds_as_the_cloud_does():
     """20 s on AWS are billed as a minute, 61 s on Lambda as two; the unused rest is idle."""
     lambda_core = replace(CORE, cloud="lambda")
-    short = bill([used(Held(0, 0.0, 20.0), allocation=Allocation(CORE))], now=0).lines[0]
-    minutes = bill([used(Held(0, 0.0, 61.0), allocation=Allocation(lambda_core))], now=0).lines[0]
+    short = bill([used(UsageInterval(0, 0.0, 20.0), allocation=Allocation(CORE))], now=0).lines[0]
+    minutes = bill([used(UsageInterval(0, 0.0, 61.0), allocation=Allocation(lambda_core))], now=0).lines[0]
     local = bill(
-        [used(Held(0, 0.0, 20.0), allocation=Allocation(replace(CORE, cloud="local")))], now=0
+        [used(UsageInterval(0, 0.0, 20.0), allocation=Allocation(replace(CORE, cloud="local")))], now=0
     ).lines[0]
 
     assert short.usd == pytest.approx(3.0 / 60)
@@ -193,4 +193,4 @@ def test_a_bill_rounds_as_the_cloud_does():
 
 def test_what_was_never_held_is_not_rounded():
     """An interval of zero costs nothing, in spite of the minimum."""
-    assert bill([used(Held(0, 5.0, 5.0), allocation=Allocation(CORE))], now=0).usd == 0.0
+    assert bill([used(UsageInterval(0, 5.0, 5.0), allocation=Allocation(CORE))], now=0).usd == 0.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.run import cost
-from envscaler_airflow.run.cost import Bill, Held, Pause, Split, StaticPlan, Use
+from envscaler_airflow.run.cost import Bill, Pause, Split, StaticPlan, UsageInterval, Use
 from envscaler_airflow.run.narration import totals
 
 HOUR = 3600.0
@@ -25,7 +25,7 @@ FIRST = Use(
     generation=1,
     attempt=1,
     allocation=SMALL,
-    held=(Held(0, 0.0, HOUR),),
+    held=(UsageInterval(0, 0.0, HOUR),),
     why_ended="lost",
     provisioning_s=360.0,
     idle_s=360.0,
@@ -38,7 +38,7 @@ SECOND = Use(
     generation=1,
     attempt=2,
     allocation=LARGE,
-    held=(Held(0, 4000.0, 4000.0 + HOUR / 2), Held(1, 4000.0, 4000.0 + HOUR / 2)),
+    held=(UsageInterval(0, 4000.0, 4000.0 + HOUR / 2), UsageInterval(1, 4000.0, 4000.0 + HOUR / 2)),
     why_ended="succeeded",
     provisioning_s=180.0,
     idle_s=0.0,
@@ -167,7 +167,9 @@ def test_no_attempts_cost_nothing():
 
 def test_what_is_held_is_billed_until_now():
     """Half an hour so far; nothing lost yet."""
-    running = replace(FIRST, held=(Held(0, 0.0),), why_ended="", kept_step=None, provisioning_s=0, idle_s=0)
+    running = replace(
+        FIRST, held=(UsageInterval(0, 0.0),), why_ended="", kept_step=None, provisioning_s=0, idle_s=0
+    )
 
     got = bill([running], now=HOUR / 2)
 
@@ -230,7 +232,7 @@ def test_a_bill_goes_through_json():
 def test_a_bill_of_nonsense_cannot_exist(bad):
     """NaN would affect every sum."""
     with pytest.raises(ValueError, match="start must be finite"):
-        Held(0, bad)
+        UsageInterval(0, bad)
     with pytest.raises(ValueError, match="idle_s must be finite"):
         replace(FIRST, idle_s=bad)
     with pytest.raises(ValueError, match="stop must be finite"):
@@ -242,7 +244,8 @@ uses = st.builds(
     generation=st.just(1),
     attempt=st.integers(1, 9),
     allocation=st.sampled_from([SMALL, LARGE]),
-    held=st.none() | st.tuples(st.builds(Held, st.just(0), st.floats(0, 1e6), st.none() | st.floats(0, 1e6))),
+    held=st.none()
+    | st.tuples(st.builds(UsageInterval, st.just(0), st.floats(0, 1e6), st.none() | st.floats(0, 1e6))),
     why_ended=st.sampled_from(["", "lost"]),
     provisioning_s=st.none() | st.floats(0, 1e5),
     idle_s=st.none() | st.floats(0, 1e5),

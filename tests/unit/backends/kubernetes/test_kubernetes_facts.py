@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from envscaler_airflow.backends.base import UsageInterval
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.failures import Seen, timestamp
 from envscaler_airflow.backends.kubernetes.handles import Part
@@ -14,6 +13,7 @@ from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.usage import intervals
 from envscaler_airflow.catalog.nodes import quantity
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.run.cost import UsageInterval
 
 START, BOUND, END = "2026-11-29T17:00:00Z", "2026-11-29T17:01:00Z", "2026-11-29T18:00:00Z"
 PART = Part("ns", "job", "u", nodes=1, created=START)
