@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.errors import BackendError
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ pages have a few megabytes.
 PAGE_BYTES = 64 << 20
 """A page with more bytes is rejected. Chosen: ten times the largest one."""
 
-PAUSES_S = (0.5, 2.0)
-"""Pauses before a page is requested again after 429 or 5xx. Chosen: a user waits for it."""
+TRIES = 3
+"""How often a page is requested while the response is 429 or 5xx. Chosen: a user waits for it."""
 
 MAX_PAGES = 2000
 """Largest number of pages of one response; more is an endless loop. Chosen: all of Azure has fewer."""
@@ -70,13 +71,13 @@ class Caller:
         Raises:
             BackendError: There is no response, an error, or invalid JSON; ``transient`` if a retry may help.
         """
-        for pause_s in (*PAUSES_S, None):
+        for tries in range(1, TRIES + 1):
             try:
                 return self._once(url, what, params)
             except BackendError as err:
-                if pause_s is None or err.status is None or not err.transient:
+                if tries == TRIES or err.status is None or not err.transient:
                     raise
-                self._sleep(pause_s)
+                self._sleep(wait_s(tries, first_s=1.0, most_s=2.0))
         raise AssertionError
 
     def _once(self, url: str, what: str, params: Mapping[str, str] | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.errors import BackendError, EnvScalerError, StoreError
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.run import Actor, RunState
@@ -37,7 +38,7 @@ def postponed(watching: Watching, wake: Wake, *, watched_s: float, least_s: floa
     faulty_s = watching.faulty_s + watched_s if watching.faults else 0.0
     if faulty_s >= watching.orphan_after_s + PATIENCE_S:
         return None
-    pause_s = max(least_s, min(MOST_S, FIRST_S * 2.0 ** min(watching.faults, 16)))
+    pause_s = max(least_s, wait_s(watching.faults + 1, first_s=FIRST_S, most_s=MOST_S))
     is_over = watching.backoff_s is not None and wake.kind == "backoff"
     return replace(
         watching,

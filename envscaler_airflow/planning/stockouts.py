@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.record import Record, check_finite
 
@@ -61,8 +62,7 @@ class StockOut(Record):
     @property
     def lasts_s(self) -> float:
         """Doubles with each consecutive refusal, up to four hours; six hours for a quota."""
-        doubled: float = FIRST_S * 2.0 ** min(self.times - 1, 10)
-        return QUOTA_S if self.kind == "quota" else min(LONGEST_S, doubled)
+        return QUOTA_S if self.kind == "quota" else wait_s(self.times, first_s=FIRST_S, most_s=LONGEST_S)
 
     def left_s(self, now: float) -> float:
         """Seconds that it still applies, at most its full duration even if the recording clock was wrong."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run.ends import End, NodeStatus, Observed, end_of
@@ -441,8 +442,7 @@ def backoff_s(attempts: tuple[AttemptState, ...]) -> float:
         if not _is_out_of_stock(attempt):
             break
         refused += 1
-    exponent = max(0, count_fruitless(attempts) + refused - 1)
-    return min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2.0 ** min(exponent, 16))
+    return wait_s(count_fruitless(attempts) + refused, first_s=BACKOFF_FIRST_S, most_s=BACKOFF_LAST_S)
 
 
 def count_fruitless(attempts: tuple[AttemptState, ...]) -> int:

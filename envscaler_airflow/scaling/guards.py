@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning import Estimate
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
@@ -62,12 +63,12 @@ def _was_refused(observation: Observation, want: Want) -> str | None:
     found = observation.refused.get(want.target.name)
     if found is None:
         return None
-    doubled = REFUSED_FIRST_S * 2.0 ** min(found.times - 1, 16)
-    wait_s = REFUSED_FIRST_S if want.is_urgent else min(REFUSED_MOST_S, doubled)
-    if found.ago_s >= wait_s:
+    times = 1 if want.is_urgent else found.times
+    pause_s = wait_s(times, first_s=REFUSED_FIRST_S, most_s=REFUSED_MOST_S)
+    if found.ago_s >= pause_s:
         return None
-    times = "once" if found.times == 1 else f"{found.times} times in a row"
-    return f"the owner refused that {times}, {found.ago_s:.0f} s of {wait_s:.0f} s ago"
+    often = "once" if found.times == 1 else f"{found.times} times in a row"
+    return f"the owner refused that {often}, {found.ago_s:.0f} s of {pause_s:.0f} s ago"
 
 
 def _too_slow(observation: Observation, policy: Policy, want: Want) -> str | None:

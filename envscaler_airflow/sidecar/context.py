@@ -214,32 +214,6 @@ class _Patience:
         return now - self._since >= self._site.patience_s
 
 
-class Backoff:
-    """When to retry after a failure: 2 s, doubled up to 60 s (chosen); immediately after a success."""
-
-    def __init__(self, monotonic: Callable[[], float], *, first_s: float = 2.0, most_s: float = 60.0) -> None:
-        """Begin ready."""
-        self._monotonic = monotonic
-        self._first_s, self._most_s = first_s, most_s
-        self._wait_s = first_s
-        self._not_before = -float("inf")
-
-    @property
-    def is_ready(self) -> bool:
-        """True when the next try may start."""
-        return self._monotonic() >= self._not_before
-
-    def failed(self) -> None:
-        """Double the wait."""
-        self._not_before = self._monotonic() + self._wait_s
-        self._wait_s = min(2 * self._wait_s, self._most_s)
-
-    def worked(self) -> None:
-        """Reset the wait."""
-        self._wait_s = self._first_s
-        self._not_before = -float("inf")
-
-
 VARIABLE = "ENVSCALER_STORE_KEYS"
 """Names the folder with one file per variable that the store's client reads, like a mounted Secret."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable
 
 from envscaler_agent.protocol import MAX_JSON_BYTES, Ended, Status, status_name
+from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar import claim, setup
-from envscaler_airflow.sidecar.context import Backoff, Site, WorkInterruptedError
+from envscaler_airflow.sidecar.context import Site, WorkInterruptedError
 from envscaler_airflow.sidecar.frozen_spec import Frozen
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
 from envscaler_airflow.sidecar.snapshots import Snapshots

@@ -23,9 +23,10 @@ from envscaler_agent.protocol import (
     parse_checkpoint_name,
     status_name,
 )
+from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
 from envscaler_airflow.sidecar.claim import WHY, standing_of
-from envscaler_airflow.sidecar.context import Backoff, Site
+from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.snapshots import snapshot_facts
 from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store import checkpoints, manifests, outputs

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
-from envscaler_airflow.sidecar.context import Backoff, Site
+from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import open_store

@@ -20,6 +20,7 @@ from urllib.parse import quote, urlencode
 
 import tenacity
 
+from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.errors import BackendError, SpecError
 
 Json = dict[str, Any]
@@ -430,7 +431,7 @@ def _wait(state: tenacity.RetryCallState) -> float:
     """The wait that the server requests, else 1, 2, 4 s."""
     err = state.outcome.exception() if state.outcome else None
     asked = err.retry_after_s if isinstance(err, RefusedError) else None
-    return min(10.0, asked) if asked is not None else float(2 ** (state.attempt_number - 1))
+    return min(10.0, asked) if asked is not None else wait_s(state.attempt_number, first_s=1.0, most_s=4.0)
 
 
 def _date(text: str | None) -> float | None:

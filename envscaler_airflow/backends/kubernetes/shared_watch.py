@@ -12,6 +12,7 @@ from typing import Any
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.errors import BackendError
 
 WATCH_S = 300
@@ -37,7 +38,7 @@ WARNINGS_S = 30.0
 """Age from which the warnings of a namespace are listed again, seconds, once for all readers. Chosen: a
 missing quota or volume is shown within half a minute, with at most two calls a minute.
 """
-BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+FIRST_WAIT_S, MOST_WAIT_S = 1.0, 30.0
 """Waits after errors in a row, seconds. Chosen: they do not overload an API server that recovers."""
 
 
@@ -262,10 +263,11 @@ class View:
             except BackendError as err:
                 self._problem = str(err)
                 if not isinstance(err, ExpiredError):
-                    wait = BACKOFF_S[min(failed, len(BACKOFF_S) - 1)]
-                    asked = err.retry_after_s if isinstance(err, RefusedError) else None
-                    self._ending.wait(max(wait, asked or 0.0))
                     failed += 1
+                    asked = err.retry_after_s if isinstance(err, RefusedError) else None
+                    self._ending.wait(
+                        max(asked or 0.0, wait_s(failed, first_s=FIRST_WAIT_S, most_s=MOST_WAIT_S))
+                    )
             else:
                 failed = 0
 
