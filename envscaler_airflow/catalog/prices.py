@@ -18,6 +18,7 @@ from urllib.parse import quote
 from envscaler_airflow.catalog.packaged import SNAPSHOT, pack, packaged, unpack
 from envscaler_airflow.clouds.base import Commitment, Fetched, PriceFeed, Quote, usd_of
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.planning.table import CAPACITIES, Kind, Machine, OfferTable, Row, build_table
@@ -412,12 +413,9 @@ class PriceCache:
             yield
 
     def _write(self, path: Path, data: bytes) -> None:
-        new = self.folder / f"{path.name}.new"  # overwrites what a killed process left
         try:
-            new.write_bytes(data)
-            new.replace(path)
+            write_atomic(path, data)
         except OSError as err:
-            new.unlink(missing_ok=True)
             raise _not_kept(path, err) from err
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 from envscaler_airflow.catalog.csvtables import read_tables
 from envscaler_airflow.catalog.packaged import MAGIC, labelled, pack, packaged, unpack
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.local_files import cache_folder, write_atomic
 from envscaler_airflow.planning.market import Scope
 from envscaler_airflow.planning.table import OfferTable
-from envscaler_airflow.user_folders import cache_folder
 
 
 def cache_dir() -> Path:
@@ -91,9 +90,7 @@ def _keep(path: Path, data: bytes) -> None:
     """Best effort: an unwritable cache only costs time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)
+        write_atomic(path, data)
     except OSError:
         return
 

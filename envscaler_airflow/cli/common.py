@@ -18,10 +18,10 @@ from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.local_files import data_folder
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
 from envscaler_airflow.store.run import Run
-from envscaler_airflow.user_folders import data_folder
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

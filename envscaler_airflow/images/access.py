@@ -10,8 +10,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.plain_files import read_plain
 from envscaler_airflow.images.requirement_files import Requirements
+from envscaler_airflow.local_files import read_plain
 
 MAX_CA_BYTES = 1 << 24
 """Largest certificate file, bytes. Chosen: all roots that Debian ships are 0.2 MB."""

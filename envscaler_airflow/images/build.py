@@ -26,8 +26,8 @@ from envscaler_airflow.images.programs import Output, find_program, run_program
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.stage_image import slug
 from envscaler_airflow.images.targets import render
+from envscaler_airflow.local_files import cache_folder
 from envscaler_airflow.store.archive import pack_workdir, unpack
-from envscaler_airflow.user_folders import cache_folder
 
 EPOCH = 946684800
 """Time of every file, 2000-01-01: a layer depends on content alone. Chosen: old, and legal in a zip."""

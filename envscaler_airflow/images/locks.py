@@ -15,10 +15,10 @@ from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.images.bases import Family, facts
 from envscaler_airflow.images.builders import Builder, Container
-from envscaler_airflow.images.plain_files import read_plain
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.resolve import Resolution
 from envscaler_airflow.images.venv import python_version
+from envscaler_airflow.local_files import read_plain
 from envscaler_airflow.store.run import Run
 
 LOCK = "lock.json"

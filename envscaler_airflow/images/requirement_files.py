@@ -19,7 +19,7 @@ from envscaler_airflow.envspec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.envspec.models import EnvSpec, Runtime
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.artefacts import Artefact
-from envscaler_airflow.images.plain_files import read_plain, real_path
+from envscaler_airflow.local_files import read_plain, real_path
 
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _OPTION = re.compile(r"\s--?[A-Za-z]")

@@ -26,9 +26,8 @@ import yaml
 from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.images.plain_files import read_plain
+from envscaler_airflow.local_files import cache_folder, read_plain, write_atomic
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.user_folders import cache_folder
 
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _VERSION = re.compile(rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?\Z")
@@ -445,14 +444,7 @@ def _user() -> str:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomic(path, text.encode())
 
 
 _WRAPPER = "version: v1\nname: check\nextends: [./document.yaml]\n"

@@ -18,7 +18,7 @@ from envscaler_airflow.images.programs import run_program, uv_program
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.resolve import resolve, strategy
 from envscaler_airflow.images.venv import python_version
-from envscaler_airflow.user_folders import cache_folder
+from envscaler_airflow.local_files import cache_folder
 
 LOCK = "envscaler/requirements.lock"
 """File in an environment: the exact versions with hashes from which it was created."""

@@ -25,11 +25,11 @@ from pathlib import Path, PurePosixPath
 
 from envscaler_agent.protocol import SCHEMA, Manifest
 from envscaler_airflow.errors import CheckpointError, SpecError
+from envscaler_airflow.local_files import landing, write_atomic
 from envscaler_airflow.sidecar.context import Site
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import manifests, outputs
 from envscaler_airflow.store.base import Store, TellsVersions, open_store
-from envscaler_airflow.store.names import landing
 from envscaler_airflow.store.root import COPY_BYTES, Root
 from envscaler_airflow.store.transfer_progress import Moved
 
@@ -53,6 +53,7 @@ def fetch(site: Site, store: Store, sizes: Mapping[str, int], path: Path, index:
         if version is not None and known.get(name) == version and target.is_file():
             moved.add(sizes[name])
         else:
+            target.parent.mkdir(parents=True, exist_ok=True)
             with landing(target) as part, part.open("w+b") as stream, moved.arriving(stream, sizes[name]):
                 store.get_file(name, stream)
         held[name] = version
@@ -91,9 +92,7 @@ def _read(index: Path) -> dict[str, str]:
 
 def _write(index: Path, versions: dict[str, str]) -> None:
     index.parent.mkdir(parents=True, exist_ok=True)
-    part = index.with_name(f".{index.name}.part")
-    part.write_text(json.dumps({"schema": SCHEMA, "versions": versions}), encoding="utf-8")
-    part.replace(index)
+    write_atomic(index, json.dumps({"schema": SCHEMA, "versions": versions}).encode())
 
 
 _HOST = "hostPath:"

@@ -31,6 +31,7 @@ from envscaler_agent.protocol import (
     parse_checkpoint_name,
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError
+from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.store.root import Root
 
 _OPEN = re.compile(r"\d{6,12}\.open\Z")
@@ -425,7 +426,7 @@ class Memory:
             state = dataclasses.replace(self._state, **changes)
             if self._own is not None and "places" in changes:
                 self._own.parent.mkdir(parents=True, exist_ok=True)
-                self._own.write_text(json.dumps(changes["places"]), encoding="utf-8")
+                write_atomic(self._own, json.dumps(changes["places"]).encode())
             self._spool.write_json(self._spool.sidecar, dataclasses.asdict(state))
             self._state = state
             return state

@@ -16,6 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
 from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
+from envscaler_airflow.local_files import landing
 from envscaler_airflow.store.clock import StoreDates, written_at
 from envscaler_airflow.store.names import (
     AT_ONCE,
@@ -28,7 +29,6 @@ from envscaler_airflow.store.names import (
     is_manifest,
     is_name,
     join,
-    landing,
 )
 
 ATOMIC_CREATE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory"})
@@ -173,6 +173,7 @@ class FilesystemStore:
             with arriving(target) as stream:
                 self._get(name, descriptor_path(stream))
             return
+        target.parent.mkdir(parents=True, exist_ok=True)
         with landing(target) as temporary:
             self._get(name, str(temporary))
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from envscaler_agent.protocol import parse_manifest_name
 from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.local_files import landing
 
 MAX_BYTES = 1 << 24
 """Largest object that :meth:`Store.read` returns by default, bytes. Chosen: 16 manifests."""
@@ -83,19 +83,6 @@ def is_manifest(name: str) -> bool:
 
 
 @contextmanager
-def landing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file next to *path*, which is renamed to *path* if the block does not raise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-
-
-@contextmanager
 def reading(source: Path | BinaryIO) -> Iterator[BinaryIO]:
     """Yield *source* from its first byte; a stream stays open even if the block closes what is yielded."""
     if isinstance(source, Path):
@@ -111,6 +98,7 @@ def reading(source: Path | BinaryIO) -> Iterator[BinaryIO]:
 def arriving(target: Path | BinaryIO) -> Iterator[BinaryIO]:
     """Yield a stream to write *target*: a path is replaced on success, a stream is truncated first."""
     if isinstance(target, Path):
+        target.parent.mkdir(parents=True, exist_ok=True)
         with landing(target) as temporary, temporary.open("wb") as stream:
             yield stream
         return

@@ -17,7 +17,6 @@ attempt of a run, empty when one begins.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.local_files import read_bytes, write_atomic
 
 SCHEMA = "1.0"
 LOCK, REQUEST, LAYOUT = "lock", "request.json", "layout.json"
@@ -52,12 +52,7 @@ def node_folder(attempt: Path, node: int) -> Path:
 
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
     """Replace *path* atomically; the data is on disk before it is visible."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump({"schema": SCHEMA, **body}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    write_atomic(path, json.dumps({"schema": SCHEMA, **body}).encode())
 
 
 def reserve(folder: Path) -> None:
@@ -66,28 +61,6 @@ def reserve(folder: Path) -> None:
         file.write(os.urandom(BALLAST_BYTES))  # random: a file system cannot compress it or leave it out
         file.flush()
         os.fsync(file.fileno())
-
-
-def read_bytes(path: Path, most: int) -> bytes | None:
-    """Content of a plain file of at most *most* bytes; None when it is absent.
-
-    A training can put a pipe or a link in the place of any file that it can reach; neither blocks this call.
-
-    Raises:
-        OSError: It cannot be read, or is larger, or is not a plain file.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "is no plain file")
-    with os.fdopen(fd, "rb") as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise OSError(errno.EFBIG, f"larger than {most} bytes")
-    return text
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

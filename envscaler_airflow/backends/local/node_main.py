@@ -30,6 +30,7 @@ from envscaler_airflow.backends.local.node_end import read_said, say_end, tell_e
 from envscaler_airflow.backends.local.output import OutputWriter
 from envscaler_airflow.backends.local.processes import ProcessId, Survivors, descendants, kill_all
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.local_files import read_bytes
 
 TURN_S = 0.5
 """Longest time between two checks of stop.json. Chosen: a stop acts quickly, an idle node costs nothing."""
@@ -365,7 +366,7 @@ class NodeMain:
 
 def _bytes(path: Path) -> bytes | None:
     try:
-        return files.read_bytes(path, MAX_JSON_BYTES)
+        return read_bytes(path, MAX_JSON_BYTES)
     except OSError:
         return None
 

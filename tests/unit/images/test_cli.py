@@ -198,7 +198,7 @@ def test_a_pipe_or_device_in_place_of_a_file_is_refused(call, tmp_path, monkeypa
     got = call(*words)
 
     assert got.exit_code == 2
-    assert "is no plain file" in got.stderr
+    assert "is not a plain file" in got.stderr
 
 
 def test_a_scan_that_nobody_can_make_is_refused_before_the_build(call, monkeypatch, tmp_path):

@@ -92,7 +92,7 @@ def test_what_is_no_file_or_too_large_is_not_read(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "large").write_bytes(b"#" * (MAX_BYTES + 1))
 
-    for name, fault in [("pipe", "no plain file"), ("folder", "no plain file"), ("large", "larger than")]:
+    for name, fault in [("pipe", "a plain file"), ("folder", "a plain file"), ("large", "larger than")]:
         with pytest.raises(SpecError, match=fault):
             of(tmp_path, name)
 

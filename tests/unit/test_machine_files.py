@@ -1,11 +1,11 @@
-"""The user's folders: environment variables take precedence, the home is the default."""
+"""Files on this machine: the user's folders, and writes that a reader sees in full or not at all."""
 
 from pathlib import Path
 
 import pytest
 
 from envscaler_airflow.cli.common import default_store_url
-from envscaler_airflow.user_folders import cache_folder, data_folder
+from envscaler_airflow.local_files import cache_folder, data_folder, landing, write_atomic
 
 
 def test_folders_lie_below_what_the_environment_names(monkeypatch):
@@ -41,3 +41,19 @@ def test_a_store_that_is_named_needs_no_home(monkeypatch):
     monkeypatch.setenv("ENVSCALER_STORE_URL", "s3://runs/here")
 
     assert default_store_url() == "s3://runs/here"
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
+    """Neither a part of the new content nor a temporary file remains."""
+    path = tmp_path / "table"
+    write_atomic(path, b"old")
+
+    def write_half():
+        with landing(path) as temporary:
+            temporary.write_bytes(b"ne")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_half()
+
+    assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [("table", b"old")]

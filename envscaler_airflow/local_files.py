@@ -1,0 +1,124 @@
+"""Files on this machine: where the user's are, one atomic write, and reads that nothing can block.
+
+Source of the folders: XDG Base Directory Specification 0.8 (freedesktop.org): a variable that is unset, empty
+or not an absolute path does not count.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks; UTF-32's begins with that of UTF-16, so the longer ones come first."""
+
+
+def cache_folder() -> Path:
+    """``envscaler`` below XDG_CACHE_HOME, else ``~/.cache``: what can be recreated.
+
+    Raises:
+        RuntimeError: Neither the variable nor a home is there.
+    """
+    return _below("XDG_CACHE_HOME", ".cache")
+
+
+def data_folder() -> Path:
+    """``envscaler`` below XDG_DATA_HOME, else ``~/.local/share``: what is to stay.
+
+    Raises:
+        RuntimeError: Neither the variable nor a home is there.
+    """
+    return _below("XDG_DATA_HOME", ".local/share")
+
+
+def _below(variable: str, default: str) -> Path:
+    base = Path(os.environ.get(variable, ""))
+    return (base if base.is_absolute() else Path.home() / default) / "envscaler"
+
+
+@contextmanager
+def landing(path: Path) -> Iterator[Path]:
+    """Yield a temporary file next to *path*, which is renamed to *path* if the block does not raise."""
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace *path* in one step; the data is on disk before it is visible.
+
+    Raises:
+        OSError: Not written, for example because its folder is absent; the old file stays.
+    """
+    with landing(path) as temporary, temporary.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_bytes(path: Path, most: int) -> bytes | None:
+    """Content of a plain file of at most *most* bytes; None when it is absent.
+
+    A training can put a pipe or a link in the place of any file that it can reach; neither blocks this call.
+
+    Raises:
+        OSError: It cannot be read, or is larger, or is not a plain file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is not a plain file")
+    with os.fdopen(fd, "rb") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise OSError(errno.EFBIG, f"larger than {most} bytes")
+    return text
+
+
+def real_path(path: Path) -> Path:
+    """Resolve *path* with every link followed.
+
+    Raises:
+        OSError: Its links form a loop.
+    """
+    try:
+        return path.resolve()
+    except RuntimeError as err:  # as Python before 3.13 reports it
+        raise OSError(errno.ELOOP, "its links lead round in a circle") from err
+
+
+def read_plain(path: Path, most: int) -> str:
+    """Read the text of *path*, at most *most* bytes, as UTF-8 or as its byte order mark declares.
+
+    Links are followed. Editors on Windows write such a mark, and PowerShell writes UTF-16.
+
+    Raises:
+        OSError: The file cannot be read, is larger, or is not a regular file.
+        UnicodeDecodeError: The text is in neither encoding.
+    """
+    data = read_bytes(real_path(path), most)
+    if data is None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+    for mark, encoding in _MARKS:
+        if data.startswith(mark):
+            return data[len(mark) :].decode(encoding)
+    return data.decode("utf-8")
