@@ -9,6 +9,7 @@ name                     written by            what
 ``request.json``         wrapper               ``{"action": "stop"}``: SIGTERM or SIGINT reached the wrapper
 ``progress/rank-0.json`` session, local rank 0 Progress, and a :class:`SessionReport`
 ``wrapper.json``         wrapper               a Status with what the wrapper knows
+``sidecar.json``         sidecar               its own state; ``phase: done`` once everything is uploaded
 ``logs/000001.log``      wrapper               closed chunks of output, secrets masked
 ``metrics/000001.jsonl`` wrapper               closed chunks of metrics
 ``checkpoints/<name>/``  session               a complete save, ``agent.json`` inside
@@ -47,6 +48,7 @@ class Spool:
         self.snapshot = self.root / "snapshot.done"
         self.notice = self.root / "notice.json"
         self.wrapper = self.root / "wrapper.json"
+        self.sidecar = self.root / "sidecar.json"
         self.progress = self.root / "progress" / "rank-0.json"
         self.logs = self.root / "logs"
         self.metrics = self.root / "metrics"

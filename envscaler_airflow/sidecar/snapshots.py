@@ -204,7 +204,7 @@ class Silence:
 
     def _say(self, line: str | None) -> None:
         self._site.messages.say(_SILENCE_PART, line)
-        self._site.spool.notice(line)
+        self._site.spool.show_notice(line)
 
 
 SCAN_S = 1.0
@@ -448,7 +448,7 @@ class Snapshots:
 
     def _answer(self, control: Control, name: str | None) -> None:
         body = {"sequence": control.sequence, "taken": name is not None, "name": name}
-        self._site.spool.write_json(self._site.spool.snapshot_done, body)
+        self._site.spool.write_json(self._site.spool.snapshot, body)
         self._site.memory.update(answered=control.sequence)
 
 

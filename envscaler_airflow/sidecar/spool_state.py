@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from envscaler_agent import spool
 from envscaler_agent.protocol import (
     MAX_JSON_BYTES,
     SCHEMA,
@@ -168,18 +169,12 @@ class State:
 _STATE = TypeAdapter(State)
 
 
-class Spool:
-    """Paths of the folder, atomic writes, and checked reads."""
+class Spool(spool.Spool):
+    """The sidecar's side of the folder: atomic writes, and checked reads."""
 
     def __init__(self, root: Path) -> None:
         """Use *root*, created when absent."""
-        self.root = root
-        self.start = root / "start.json"
-        self.control = root / "control.json"
-        self.wrapper = root / "wrapper.json"
-        self.sidecar = root / "sidecar.json"
-        self.snapshot_done = root / "snapshot.done"
-        self.checkpoints = root / "checkpoints"
+        super().__init__(root)
         self.restored = root / "restored"
         root.mkdir(parents=True, exist_ok=True)
         self._folder = Root.of(root)
@@ -251,19 +246,18 @@ class Spool:
             raise ProtocolError(f"{path.name}: got {type(found).__name__}, expected an object")
         return found
 
-    def notice(self, line: str | None) -> None:
+    def show_notice(self, line: str | None) -> None:
         """Ask the wrapper to add *line* to the training's log, once; None withdraws an unread line.
 
         The line is optional: a full disk changes nothing else.
         """
-        path = self.root / "notice.json"
-        if line is None and not path.exists():
+        if line is None and not self.notice.exists():
             return
         with contextlib.suppress(OSError, ProtocolError):
             if line is None:
-                path.unlink()
-            elif (self.read_json(path) or {}).get("text") != line:
-                self.write_json(path, {"text": line})
+                self.notice.unlink()
+            elif (self.read_json(self.notice) or {}).get("text") != line:
+                self.write_json(self.notice, {"text": line})
 
     def wrapper_status(self) -> Status | None:
         """The wrapper's last status; None before its first.
@@ -292,7 +286,7 @@ class Spool:
     def saves(self) -> bool:
         """True when the training saves through ``Session``; one that only reports is snapshotted."""
         try:
-            body = self.read_json(self.root / "progress" / "rank-0.json")
+            body = self.read_json(self.progress)
         except ProtocolError:
             return False
         return bool(body and body.get("saves"))

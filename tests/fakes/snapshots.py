@@ -23,7 +23,7 @@ def facts(bench, name):
 
 def answer(bench):
     """Content of snapshot.done."""
-    return json.loads(bench.spool.snapshot_done.read_bytes())
+    return json.loads(bench.spool.snapshot.read_bytes())
 
 
 def notice(bench):

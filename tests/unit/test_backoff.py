@@ -1,11 +1,11 @@
 """One rule for the time between two tries."""
 
 import pytest
-from envscaler_airflow.testing.manual_clock import ManualClock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.backoff import Backoff, wait_s
+from envscaler_airflow.testing.backend import ManualClock
 
 
 def test_the_wait_doubles_up_to_its_limit():

@@ -316,7 +316,6 @@ class _Attempt:
     def _main(self, mounts: at.Mounts) -> dict[str, Any]:
         settings = self.settings
         options = ["--grace", f"{_wrapper_grace(self.grace_s):g}", "--drain", f"{settings.drain_s:g}"]
-        options += ["--first-node", str(self.part.first_rank)] if self.part.first_rank else []
         return {
             "name": MAIN,
             "image": self._image(),

@@ -4,8 +4,8 @@ Copied into the pod and run by the image's own python3: standard library only, P
 
     python3 pod_main.py --grace S --drain S -- COMMAND...
 
-Before the command, it puts the agent first on PYTHONPATH, sets which node this is, and waits until the
-sidecar has prepared the node. After it, it waits until the sidecar reports "done" (when this container ends,
+Before the command, it puts the agent first on PYTHONPATH, and waits until the sidecar has prepared the node
+and reported which node it is. After it, it waits until the sidecar reports "done" (when this container ends,
 the kubelet stops the sidecar), and writes a termination message with the command's end.
 """
 
@@ -37,11 +37,9 @@ def main(argv: List[str], *, sleep: Callable[[float], None] = time.sleep) -> int
     spool = Path(os.environ["ENVSCALER_SPOOL"])
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    index = int(os.environ.get("JOB_COMPLETION_INDEX", "0"))
-    os.environ["ENVSCALER_NODE"] = str(index + int(options.get("--first-node", "0")))
     command = argv[split + 1 :]
     signal.signal(signal.SIGTERM, _stopped)  # PID 1 ignores it by default
-    await_node(spool / "node.json", sleep=sleep)
+    os.environ["ENVSCALER_NODE"] = str(await_node(spool / "node.json", sleep=sleep).get("node", ""))
     sys.path.insert(0, here)
     from envscaler_agent.__main__ import main as wrapper  # noqa: PLC0415  # found by the line above
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 
 from envscaler_agent.exit_codes import EXIT_CODES, reason_of
-from envscaler_agent.protocol import END_REASONS, Ended, Status
+from envscaler_agent.protocol import END_REASONS, Ended
 from envscaler_airflow.backends.base import NodeEnd
-from envscaler_airflow.errors import ProtocolError
 
 
 def tell_end(
@@ -45,22 +43,7 @@ def tell_end(
     return NodeEnd(code, number, reason, detail)
 
 
-def read_said(text: bytes | None) -> Ended | None:
-    """The end in the wrapper's status; None when it has none that can be read."""
-    if text is None:
-        return None
-    try:
-        return Status.from_json(text, where="wrapper.json").ended
-    except ProtocolError:
-        return None
-
-
-def say_end(text: bytes | None, end: NodeEnd) -> Status:
-    """The last status of a wrapper that was killed before it could report its end: *text*, with *end*."""
-    try:
-        last = Status.from_json(text or b"", where="wrapper.json")
-    except ProtocolError:
-        last = Status()
+def ended_of(end: NodeEnd) -> Ended:
+    """*end* as the wrapper would have reported it."""
     reason = end.reason if end.reason in END_REASONS else "killed"
-    ended = Ended(exit_code=end.exit_code, signal=end.signal, reason=reason, detail=end.detail)
-    return replace(last, sequence=last.sequence + 1, phase="ended", ended=ended)
+    return Ended(exit_code=end.exit_code, signal=end.signal, reason=reason, detail=end.detail)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import resource
 import selectors
@@ -13,24 +12,23 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from envscaler_agent.exit_codes import EXIT_ORPHANED
-from envscaler_agent.protocol import MAX_JSON_BYTES
+from envscaler_agent.spool import Spool
 from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.cgroups import Cage, Limits, build_cage
 from envscaler_airflow.backends.local.environment import sidecar_env, training_env
 from envscaler_airflow.backends.local.machine import this_identity
-from envscaler_airflow.backends.local.node_end import read_said, say_end, tell_end
+from envscaler_airflow.backends.local.node_end import ended_of, tell_end
 from envscaler_airflow.backends.local.output import OutputWriter
 from envscaler_airflow.backends.local.processes import ProcessId, Survivors, descendants, kill_all
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.local_files import read_bytes
+from envscaler_airflow.sidecar.keeper import Keeper, report_end, reported_end
 
 TURN_S = 0.5
 """Longest time between two checks of stop.json. Chosen: a stop acts quickly, an idle node costs nothing."""
@@ -38,10 +36,6 @@ FAST_TURN_S = 0.1
 """The same while the node drains. Chosen: for a quick end."""
 ALIVE_EVERY_S = 5.0
 """The lock file's time is when the node was last seen alive. Chosen: a loss is billed to 5 s."""
-SIDECAR_BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits before the sidecar is restarted. Chosen: quick after one crash, quiet in a crash loop."""
-SETUP_TRIES = 5
-"""How often the sidecar may die before the training has started. Chosen: about 30 s of crashes."""
 
 _CHUNK = 1 << 16
 _SIDECAR_SEGMENT_BYTES = 1 << 20
@@ -69,58 +63,6 @@ class Clock:
         return {"started": self.started, "ended": self.started + self.elapsed()}
 
 
-class Sidecar:
-    """Keeps the sidecar running until it is done."""
-
-    def __init__(self, spool: Path, start: Callable[[], subprocess.Popen[bytes]], clock: Clock) -> None:
-        """Start it at the first :meth:`keep`."""
-        self._spool = spool
-        self._start = start
-        self._clock = clock
-        self._due = 0.0
-        self._deaths = 0
-        self._born = 0.0
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """True when it reports that everything is uploaded, or when it was abandoned before the start."""
-        try:
-            body = files.read_json(self._spool / "sidecar.json") or {}
-        except BackendError:
-            return False
-        return body.get("phase") == "done" or self._due == float("inf")
-
-    def keep(self) -> None:
-        """Start it when it does not run and its back-off is over; give up on a setup that keeps crashing."""
-        now = self._clock.now()
-        if self.process is not None or now < self._due:
-            return
-        if self._deaths >= SETUP_TRIES and not (self._spool / "start.json").exists():
-            self._fail_setup()
-            self._due = float("inf")
-            return
-        self._born = now
-        try:
-            self.process = self._start()
-        except (OSError, subprocess.SubprocessError) as err:
-            print(f"sidecar: {err}", flush=True)  # noqa: T201  # node.log is the standard output
-            self.died()
-
-    def died(self) -> None:
-        """Record a death; deaths in quick succession lengthen the wait."""
-        now = self._clock.now()
-        self.process = None
-        if now - self._born > 2 * SIDECAR_BACK_OFF_S[-1]:
-            self._deaths = 0
-        self._due = now + SIDECAR_BACK_OFF_S[min(self._deaths, len(SIDECAR_BACK_OFF_S) - 1)]
-        self._deaths += 1
-
-    def _fail_setup(self) -> None:
-        reason = f"the sidecar died {self._deaths} times before the start; see its output beside node.log"
-        files.write_json(self._spool / "start.json", {"failed": reason})
-
-
 class NodeMain:
     """Runs one node to its end."""
 
@@ -132,12 +74,14 @@ class NodeMain:
         self._request = request
         self._cage = cage
         self._clock = clock
-        self._spool = folder / files.SPOOL
-        self._survivors = Survivors(str(self._spool), guard, cage, ProcessId.of(os.getpid()))
+        self._spool = Spool(folder / files.SPOOL)
+        self._survivors = Survivors(str(self._spool.root), guard, cage, ProcessId.of(os.getpid()))
         self._selector = selectors.DefaultSelector()
         self._wrapper: subprocess.Popen[bytes] | None = None
         self._returncode: int | None = None
-        self._sidecar = Sidecar(self._spool, self._start_sidecar, clock)
+        self._sidecar = Keeper(
+            self._spool, self._start_sidecar, monotonic=clock.now, output="its output beside node.log"
+        )
         self._kill_at = float("inf")
         self._drained_at = float("inf")
         self._ended_by: tuple[str, str] | None = None
@@ -225,7 +169,9 @@ class NodeMain:
         now = self._clock.now()
         if now >= self._kill_at:
             return True
-        return self._wrapper is None and (self._sidecar.is_done or now >= self._drained_at)
+        if self._wrapper is not None:
+            return False
+        return self._sidecar.is_done or self._sidecar.has_failed or now >= self._drained_at
 
     def _turn(self) -> None:
         self._sidecar.keep()
@@ -285,15 +231,12 @@ class NodeMain:
 
     def _say_its_end(self) -> None:
         """Report the wrapper's end to the sidecar, unless the wrapper did; retried until it is written."""
-        path = self._spool / "wrapper.json"
-        text = _bytes(path)
-        self._is_end_said = read_said(text) is not None
+        self._is_end_said = reported_end(self._spool) is not None
         if not self._is_end_said:
             end = tell_end(self._returncode, oom_kills=self._cage.oom_kills(), ended_by=self._ended_by)
-            body = json.loads(say_end(text, end).to_json())
             with suppress(OSError):
-                path.parent.mkdir(exist_ok=True)  # the training may have removed it
-                files.write_json(path, body)
+                self._spool.root.mkdir(exist_ok=True)  # the training may have removed it
+                report_end(self._spool, ended_of(end))
                 self._is_end_said = True
 
     def _look_at_stop(self) -> None:
@@ -348,7 +291,7 @@ class NodeMain:
         self._drain_pipes()
         return tell_end(
             self._returncode,
-            said=read_said(_bytes(self._spool / "wrapper.json")),
+            said=reported_end(self._spool),
             oom_kills=self._cage.oom_kills(),
             ended_by=self._ended_by,
         )
@@ -362,13 +305,6 @@ class NodeMain:
                 while chunk := os.read(key.fd, _CHUNK):
                     key.data.write(chunk)
             self._close(key)
-
-
-def _bytes(path: Path) -> bytes | None:
-    try:
-        return read_bytes(path, MAX_JSON_BYTES)
-    except OSError:
-        return None
 
 
 _PR_SET_CHILD_SUBREAPER = 36

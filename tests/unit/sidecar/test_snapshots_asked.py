@@ -12,7 +12,7 @@ def test_asked_to_leave_it_copies_what_is_new_and_answers(trained):
     bench.heard(sequence=9, action="leave")
 
     run(bench, 5)
-    assert not bench.spool.snapshot_done.exists()
+    assert not bench.spool.snapshot.exists()
     run(bench, 1)
 
     assert answer(bench) == {"schema": "1.0", "sequence": 9, "taken": True, "name": "g1-step-00000003-a2"}
@@ -34,7 +34,7 @@ def test_asked_at_an_epoch_it_waits_for_the_next_save(trained):
     put(bench.ck, {"model.pt": b"old"})
     bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=600)
     run(bench, 100)
-    assert not bench.spool.snapshot_done.exists()
+    assert not bench.spool.snapshot.exists()
 
     put(bench.ck, {"model.pt": b"fresh"})
     run(bench, 7)

@@ -174,7 +174,6 @@ def test_the_parts_of_a_mixed_attempt_count_their_nodes_on():
     ]
     told = [{one["name"]: one.get("value") for one in pod["containers"][0]["env"]} for pod in pods]
     assert [env["ENVSCALER_NODES"] for env in told] == ["4", "4"]
-    assert [("--first-node", "1") in pairwise(pod["containers"][0]["args"]) for pod in pods] == [False, True]
     sidecars = [pod["initContainers"][1]["command"] for pod in pods]
     assert [("--nodes", "4") in pairwise(words) for words in sidecars] == [True, True]
     assert [("--first-node", "1") in pairwise(words) for words in sidecars] == [False, True]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from envscaler_agent.protocol import Ended, Progress, Status
+from envscaler_agent.protocol import Ended
 from envscaler_airflow.backends.base import NodeEnd
-from envscaler_airflow.backends.local.node_end import read_said, say_end, tell_end
+from envscaler_airflow.backends.local.node_end import ended_of, tell_end
 
 OOM = "the kernel killed 1 process(es) at the memory limit"
 
@@ -91,26 +91,10 @@ def test_a_stop_is_told_by_how_it_went():
     assert tell_end(None, ended_by=stop) == NodeEnd(None, 9, *stop)
 
 
-def test_only_a_readable_status_is_a_word():
-    """An absent, torn or incompatible status counts as no report."""
-    ended = Ended(exit_code=0, reason="succeeded")
-
-    assert read_said(Status(phase="ended", ended=ended).to_json()) == ended
-    assert read_said(Status().to_json()) is None
-    assert read_said(None) is None
-    assert read_said(b'{"schema": "1.0", "ended": {"reason"') is None
-    assert read_said(b'{"schema": "9.0"}') is None
-
-
-def test_what_a_killed_wrapper_said_last_is_kept_with_its_end():
-    """Progress stays, the sequence grows, the end is ours; of a torn status only the end remains."""
-    last = Status(attempt=3, sequence=41, phase="running", progress=Progress(step=7))
-    ended = Ended(signal=9, reason="killed", detail="d")
-
-    said = say_end(last.to_json(), NodeEnd(None, 9, "killed", "d"))
-
-    assert said == Status(attempt=3, sequence=42, phase="ended", progress=Progress(step=7), ended=ended)
-    assert say_end(b"{", NodeEnd(None, 9, "deadline-exceeded", "d")).ended == ended
+@pytest.mark.parametrize("reason", ["killed", "deadline-exceeded"])
+def test_a_reason_that_no_wrapper_reports_is_a_kill(reason):
+    """Node main's own reasons are not of the protocol."""
+    assert ended_of(NodeEnd(None, 9, reason, "d")) == Ended(signal=9, reason="killed", detail="d")
 
 
 def test_a_command_that_outlived_its_grace_was_killed_though_its_wrapper_spoke_first():
