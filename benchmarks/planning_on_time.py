@@ -26,7 +26,7 @@ from pathlib import Path
 from envscaler_airflow.catalog.packaged import gpu_facts, job
 from envscaler_airflow.planning.jobs import Job, JobModel, job_model
 from envscaler_airflow.planning.objective import Overheads, estimate
-from envscaler_airflow.planning.table import Kind
+from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.throughput import Step, Timing, roofline_s
 
 PRICES = {"T4": 0.978, "V100-32GB": 3.06, "A100-40GB": 2.7447}
@@ -108,7 +108,7 @@ class Planner:
         gpu, nodes, gpus = choice
         name = NAMES.get(gpu, gpu)
         # Uneven nodes are measured too: the model computes all GPUs in the measured layout.
-        kind = Kind("", gpu, 8.0 * gpus / nodes, 1e3, name, gpus / nodes, gpu_facts()[name].memory_gb)
+        kind = InstanceType("", gpu, 8.0 * gpus / nodes, 1e3, name, gpus / nodes, gpu_facts()[name].memory_gb)
         speed = model.at(name, together=gpus, nodes=nodes, vcpus=kind.vcpus * nodes)
         if speed is None:
             return None

@@ -49,9 +49,13 @@ def _below(variable: str, default: str) -> Path:
 
 
 @contextmanager
-def landing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file next to *path*, which is renamed to *path* if the block does not raise."""
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+def landing(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary file next to *path*, which is renamed to *path* if the block does not raise.
+
+    *temporary* is its name until then, where a lock keeps others out: a fixed name leaves nothing behind, as
+    the next write replaces the leftover of a killed one.
+    """
+    temporary = temporary or path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
         temporary.replace(path)
@@ -60,13 +64,13 @@ def landing(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace *path* in one step; the data is on disk before it is visible.
+def write_atomic(path: Path, data: bytes, *, temporary: Path | None = None) -> None:
+    """Replace *path* in one step; the data is on disk before it is visible. See :func:`landing`.
 
     Raises:
         OSError: Not written, for example because its folder is absent; the old file stays.
     """
-    with landing(path) as temporary, temporary.open("xb") as file:
+    with landing(path, temporary=temporary) as new, new.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -17,7 +17,7 @@ import click
 from envscaler_airflow.catalog.csvtables import Published, read_tables
 from envscaler_airflow.catalog.packaged import SNAPSHOT, pack
 from envscaler_airflow.clouds.aws import read_machine
-from envscaler_airflow.planning.table import Machine, OfferTable
+from envscaler_airflow.planning.table import InstanceDetails, OfferTable
 
 LABEL = "published list prices, packaged (AWS 2026-07-20, Azure 2026-06-18, GCP 2026-08-03)"
 """Label shown with each plan that uses the snapshot."""
@@ -63,7 +63,7 @@ def main(folder: Path, aws_types: Path | None, out: Path | None) -> None:
         click.echo(fault, err=True)
 
 
-def read_machines(path: Path, table: OfferTable) -> dict[tuple[str, str], Machine]:
+def read_machines(path: Path, table: OfferTable) -> dict[tuple[str, str], InstanceDetails]:
     """Facts of the AWS types of *table*, from responses of DescribeInstanceTypes by type."""
     body = json.loads(gzip.decompress(path.read_bytes()))
     names = {kind.instance_type for kind in table.kinds if kind.cloud == "aws"}

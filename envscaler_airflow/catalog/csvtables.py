@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from envscaler_airflow.clouds import all_clouds
-from envscaler_airflow.clouds.base import AttachedGpu
 from envscaler_airflow.envspec.gpus import MEMORY_GB
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.planning.table import RISKS, Kind, OfferTable, Row, build_table
+from envscaler_airflow.planning.offers import InstanceType
+from envscaler_airflow.planning.table import RISKS, OfferTable, Row, build_table
 
 EXERCISE = "exercise, not prices"
 """Label of a table that is used unchanged."""
@@ -85,12 +85,12 @@ class _Reader:
 
     def __init__(self, published: Published | None) -> None:
         self.published = published
-        self.rows: dict[Kind, list[Row]] = {}
-        self.gpus: list[AttachedGpu] = []
+        self.rows: dict[InstanceType, list[Row]] = {}
+        self.gpus: dict[InstanceType, list[Row]] = {}
         self.faults: list[str] = []
         self.refused = 0
-        self.kinds: dict[tuple[str, ...], Kind | None] = {}
-        self.seen: set[tuple[Kind, str, str]] = set()
+        self.kinds: dict[tuple[str, ...], InstanceType | None] = {}
+        self.seen: set[tuple[InstanceType, str, str]] = set()
 
     def read(self, file: Path) -> None:
         try:
@@ -146,7 +146,7 @@ class _Reader:
         if cells[3]:
             self.rows.setdefault(kind, []).append(row)
         elif kind.gpu_name is not None:
-            self.gpus.append(AttachedGpu(cloud, kind.gpu_name, int(kind.gpus), kind.gpu_memory_gb, row))
+            self.gpus.setdefault(kind._replace(gpus=float(int(kind.gpus))), []).append(row)
 
     def _source(self, cloud: str, kind: str) -> str | None:
         """Source to show for a price of this kind; None if the kind is not a price."""
@@ -164,7 +164,7 @@ class _Reader:
             return None
         return value
 
-    def _kind(self, name: str, number: int, cells: list[str]) -> Kind | None:
+    def _kind(self, name: str, number: int, cells: list[str]) -> InstanceType | None:
         is_host = bool(cells[3])
         vcpus, memory = (_number(cells[4]), _number(cells[5])) if is_host else (1.0, 1.0)
         gpus = _number(cells[7]) if cells[7] else 0.0
@@ -175,7 +175,9 @@ class _Reader:
         memory_gb = _number(cells[8]) if cells[8] else None
         if gpus >= 1:
             memory_gb = MEMORY_GB.get(cells[6], memory_gb or None)  # some tables give usable memory
-        return Kind(cells[0], cells[3], vcpus, memory, cells[6] or None, gpus, memory_gb, cells[11] or None)
+        return InstanceType(
+            cells[0], cells[3], vcpus, memory, cells[6] or None, gpus, memory_gb, cells[11] or None
+        )
 
     def refuse(self, name: str, number: int, text: str) -> None:
         self.refused += 1
@@ -183,11 +185,14 @@ class _Reader:
             self.faults.append(f"{name}:{number}: {text}")
 
     def table(self, label: str) -> OfferTable:
-        rows: dict[Kind, Iterable[Row]] = {**self.rows}
+        rows: dict[InstanceType, Iterable[Row]] = {**self.rows}
         for name, cloud in all_clouds().items() if self.gpus else ():
             if cloud.attached is not None:
-                hosts = {kind: found for kind, found in self.rows.items() if kind.cloud == name}
-                rows |= cloud.attached(hosts, [gpu for gpu in self.gpus if gpu.cloud == name])
+                hosts, gpus = (
+                    {kind: found for kind, found in types.items() if kind.cloud == name}
+                    for types in (self.rows, self.gpus)
+                )
+                rows |= cloud.attached(hosts, gpus)
         faults = list(self.faults)
         if self.refused > len(faults):
             faults.append(f"and {self.refused - len(faults)} more values refused")

@@ -52,6 +52,9 @@ _VIRTUAL = (("type", "virtual-kubelet"), ("eks.amazonaws.com/compute-type", "far
 _MOST = 2.0**60
 """Amounts from here on are not valid for a node. Chosen: an exbibyte, in bytes."""
 
+Price = tuple[float | None, str]
+"""USD an hour of a whole node, None if unknown; and the source."""
+
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2})|([numkMGTPE]|[KMGTPE]i)?)\Z")
 _SUFFIXES = {
     **{letter: 10.0 ** (3 * power) for power, letter in enumerate(("n", "u", "m"), start=-3)},
@@ -219,7 +222,7 @@ def node_pools(
     for (name, gpu_name), found in alike.items():
         if gpu_name is None and name in with_gpus:
             continue  # the device plugin is not up yet; other nodes of this type report more
-        usd, source = _dearest((node for _, node in found), prices, cluster_prices or {})
+        usd, source = _price_of((node for _, node in found), prices, cluster_prices or {})
         offer = replace(
             found[0][0],
             vcpus=min(one.vcpus for one, _ in found),
@@ -233,15 +236,18 @@ def node_pools(
     return sorted(pools, key=lambda item: item.offer.name)
 
 
-def _dearest(
+def _price_of(
     nodes: Iterable[ClusterNode], prices: OfferTable | None, cluster_prices: Mapping[str, float]
-) -> tuple[float | None, str]:
-    """The highest price of equivalent nodes, which may be in several pools; unknown if one of them is."""
+) -> Price:
     alike = {
         replace(node, name="", vcpus=0.0, memory_gib=0.0) if node.instance_type else node for node in nodes
     }
-    found = [node_price(node, prices=prices, cluster_prices=cluster_prices) for node in alike]
-    return max(found, key=lambda price: (price[0] is None, price[0] or 0.0, price[1]))
+    return highest(node_price(node, prices=prices, cluster_prices=cluster_prices) for node in alike)
+
+
+def highest(prices: Iterable[Price]) -> Price:
+    """The price of equivalent nodes, which may be in several pools: the highest, or unknown if one is."""
+    return max(prices, key=lambda price: (price[0] is None, price[0] or 0.0, price[1]))
 
 
 def _offer(node: ClusterNode, gpu: Accelerator | None) -> Offer:
@@ -266,9 +272,7 @@ def _type_of(node: ClusterNode) -> str:
     return node.instance_type or f"node-{round(node.vcpus)}cpu-{round(node.memory_gib)}gib"
 
 
-def node_price(
-    node: ClusterNode, *, prices: OfferTable | None, cluster_prices: Mapping[str, float]
-) -> tuple[float | None, str]:
+def node_price(node: ClusterNode, *, prices: OfferTable | None, cluster_prices: Mapping[str, float]) -> Price:
     """USD an hour of all of *node*, and the source; None if neither source has a price.
 
     Args:

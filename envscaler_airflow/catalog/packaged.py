@@ -8,14 +8,14 @@ import math
 import sys
 import zlib
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.jobs import Job
-from envscaler_airflow.planning.offers import Offer
-from envscaler_airflow.planning.table import Kind, Machine, OfferTable
+from envscaler_airflow.planning.offers import InstanceType, Offer
+from envscaler_airflow.planning.table import InstanceDetails, OfferTable
 from envscaler_airflow.planning.throughput import Gpu
 
 MAGIC = b"ESOFFER4"
@@ -69,12 +69,12 @@ def unpack(data: bytes, *, name: str = "catalog") -> OfferTable:
             columns[column] = _read(code, body[at : at + size])
             at += size
         return OfferTable(
-            kinds=[Kind(*kind) for kind in head["kinds"]],
+            kinds=[InstanceType(*kind) for kind in head["kinds"]],
             places=[(cloud, region, zone) for cloud, region, zone in head["places"]],
             sources=head["sources"],
             label=head["label"],
             faults=tuple(head["faults"]),
-            machines={(cells[0], cells[1]): Machine(*cells[2:]) for cells in head["machines"]},
+            machines={(cells[0], cells[1]): InstanceDetails(*cells[2:]) for cells in head["machines"]},
             **columns,  # type: ignore[arg-type]  # the codes above say which is which
         )
     except (zlib.error, KeyError, TypeError, ValueError) as err:
@@ -115,30 +115,17 @@ _TABLE = "aws-us-east-1.csv"
 _REGION = "us-east-1"
 
 
-@dataclass(frozen=True, slots=True)
-class PriceRow:
-    """A published on-demand price.
-
-    Attributes:
-        offer: One node of the type, with price and source.
-        arch: ``x86_64`` or ``arm64``.
-    """
-
-    offer: Offer
-    arch: str
-
-
 @cache
-def price_rows() -> tuple[PriceRow, ...]:
-    """Every row of the packaged table, in order."""
+def listed_offers() -> tuple[Offer, ...]:
+    """Every row of the packaged table as one node on demand with its published price, in order."""
     text = resources.files("envscaler_airflow.catalog").joinpath(_TABLE).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return tuple(_row(cells) for cells in csv.DictReader(lines))
+    return tuple(_listed(cells) for cells in csv.DictReader(lines))
 
 
-def _row(cells: dict[str, str]) -> PriceRow:
+def _listed(cells: dict[str, str]) -> Offer:
     gpu_memory = cells["gpu_memory_gb"]
-    offer = Offer(
+    return Offer(
         cloud="aws",
         region=_REGION,
         instance_type=cells["instance_type"],
@@ -150,8 +137,8 @@ def _row(cells: dict[str, str]) -> PriceRow:
         gpu_memory_gb=float(gpu_memory) if gpu_memory else None,
         usd_per_hour=float(cells["usd_per_hour"]),
         price_source=f"list price of {PRICES_AS_OF}",
+        arch=cells["arch"],
     )
-    return PriceRow(offer, cells["arch"])
 
 
 _PRECISIONS = ("fp32", "tf32", "fp16", "fp8")
@@ -223,7 +210,7 @@ def shadow_offer(
         by_size = abs(math.log2(offer.vcpus / vcpus)) + abs(math.log2(offer.memory_gib / memory_gib))
         return (by_gpus, by_size, offer.usd_per_hour or 0.0, offer.name)
 
-    fitting = [row.offer for row in price_rows() if row.arch == arch and row.offer.gpu_name == gpu_name]
+    fitting = [offer for offer in listed_offers() if offer.arch == arch and offer.gpu_name == gpu_name]
     return min(fitting, key=distance, default=None)
 
 

@@ -19,11 +19,11 @@ from envscaler_airflow.catalog.packaged import SNAPSHOT, pack, packaged, unpack
 from envscaler_airflow.clouds.base import Commitment, Fetched, PriceFeed, Quote, usd_of
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.local_files import write_atomic
-from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.planning.offers import InstanceType, Offer
 from envscaler_airflow.planning.record import Record, check_finite
-from envscaler_airflow.planning.table import CAPACITIES, Kind, Machine, OfferTable, Row, build_table
+from envscaler_airflow.planning.table import CAPACITIES, InstanceDetails, OfferTable, Row, build_table
 
-LEAP = 5.0
+OUTLIER_FACTOR = 5.0
 """A price is an outlier if it is this many times the last one, or less than that fraction of it. Chosen: spot
 prices move by tens of percent within days, list prices hardly; a wrong unit or currency multiplies a price.
 """
@@ -39,6 +39,8 @@ times that; test doubles of clouds return 0.00001.
 """
 
 HOUR_S = 3600.0
+
+UNPRICED = "no published price"
 
 TERMS: tuple[Commitment, ...] = ("1m", "1y", "3y")
 """Terms of committed prices, shortest first."""
@@ -59,7 +61,7 @@ class Price(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Book(Record):
+class PriceList(Record):
     """The price list of one region of one cloud, as last known.
 
     Attributes:
@@ -73,7 +75,7 @@ class Book(Record):
         error: Why the newest refresh failed; None if it succeeded.
         failed_at: Time of that failure.
         notes: What the feed skipped.
-        machines: Other facts that it reported of instance types, as :class:`Machine`.
+        machines: Other facts that it reported of instance types, as :class:`InstanceDetails`.
         left_out: Prices absent from the newest response: the last seen ones stay in use, with their date.
     """
 
@@ -100,7 +102,7 @@ class Book(Record):
             ago = f"{(now - self.failed_at) / HOUR_S:.1f} h ago"
             text += f" (refresh failed {ago}: {self.error:.160}; the last good prices are kept)"
         if self.quarantined:
-            text += f" ({len(self.quarantined)} prices leapt and are in quarantine)"
+            text += f" ({len(self.quarantined)} outliers are in quarantine)"
         if self.left_out:
             text += f" ({self.left_out} prices are older: the newest answer left them out)"
         return text
@@ -125,19 +127,19 @@ def known_prices(table: OfferTable, cloud: str, region: str) -> dict[str, float]
     return found
 
 
-def gpu_of(kind: Kind) -> str:
+def gpu_of(kind: InstanceType) -> str:
     """Name of attached GPUs as in quotes, ``T4:1``."""
     return f"{kind.gpu_name}:{int(kind.gpus)}" if kind.is_attached else ""
 
 
 def refreshed(
-    last: Book | None,
+    last: PriceList | None,
     fetched: Fetched,
     *,
     now: float,
     known: Mapping[str, float],
-    trust_leaps: bool = False,
-) -> Book:
+    trust_outliers: bool = False,
+) -> PriceList:
     """The price list after a response; checks each price against the last good one, or *known*.
 
     Args:
@@ -145,7 +147,7 @@ def refreshed(
         fetched: The response.
         now: Seconds since the epoch.
         known: Prices of the snapshot.
-        trust_leaps: Accept outliers, because a person has checked them.
+        trust_outliers: Accept outliers, because a person has checked them.
     """
     before = {} if last is None else dict(last.prices)
     prices, quarantined = before.copy(), {}
@@ -157,11 +159,11 @@ def refreshed(
     for found in fetched.quotes:
         old = before[found.key].usd if found.key in before else known.get(found.key)
         host = on_demand.get((found.instance_type, found.gpu))
-        if trust_leaps or not _leaps(found, old, host):
+        if trust_outliers or not _is_outlier(found, old, host):
             prices[found.key] = Price(found.usd, now)
         else:
             quarantined[found.key] = found.usd
-    return Book(
+    return PriceList(
         cloud=fetched.cloud,
         region=fetched.region,
         at=now,
@@ -178,13 +180,13 @@ def refreshed(
     )
 
 
-def _leaps(quote: Quote, old: float | None, on_demand: float | None) -> bool:
+def _is_outlier(quote: Quote, old: float | None, on_demand: float | None) -> bool:
     if quote.usd < LEAST_USD:
         return True
     if old is not None:
-        return not old / LEAP <= quote.usd <= old * LEAP
+        return not old / OUTLIER_FACTOR <= quote.usd <= old * OUTLIER_FACTOR
     if quote.capacity == "spot" and on_demand is not None:
-        return not on_demand * LEAST_SPOT_SHARE <= quote.usd <= on_demand * LEAP
+        return not on_demand * LEAST_SPOT_SHARE <= quote.usd <= on_demand * OUTLIER_FACTOR
     return False
 
 
@@ -205,43 +207,44 @@ def committed_usd(prices: Mapping[str, Any], offer: Offer) -> dict[str, float]:
     return found
 
 
-def unanswered(last: Book | None, cloud: str, region: str, error: str, *, now: float) -> Book:
+def unanswered(last: PriceList | None, cloud: str, region: str, error: str, *, now: float) -> PriceList:
     """The price list after a failure: only the failure is updated."""
-    return replace(last or Book(cloud, region), error=error, failed_at=now)
+    return replace(last or PriceList(cloud, region), error=error, failed_at=now)
 
 
-def with_books(table: OfferTable, books: Iterable[Book]) -> OfferTable:
-    """*table* with the prices of *books* taking precedence, and with machines that only *books* have."""
-    by_place = {(book.cloud, book.region): book for book in books}
-    rows: dict[Kind, dict[tuple[str, str], Row]] = {}
+def with_price_lists(table: OfferTable, price_lists: Iterable[PriceList]) -> OfferTable:
+    """*table* with the prices of *price_lists* taking precedence, and with machines that only they have."""
+    by_place = {(one.cloud, one.region): one for one in price_lists}
+    rows: dict[InstanceType, dict[tuple[str, str], Row]] = {}
     for number, kind in enumerate(table.kinds):
         rows[kind] = {}
         for at in range(table.starts[number], table.starts[number + 1]):
             row = row_at(table, number, at)
-            book = by_place.get((kind.cloud, row.region))
-            rows[kind][row.region, row.zone] = row if book is None else _priced(row, kind, book)
-    for book in by_place.values():
-        _add_new(rows, book)
+            price_list = by_place.get((kind.cloud, row.region))
+            rows[kind][row.region, row.zone] = row if price_list is None else _priced(row, kind, price_list)
+    for price_list in by_place.values():
+        _add_new(rows, price_list)
     found = {kind: tuple(places.values()) for kind, places in rows.items()}
     machines = dict(table.machines)
-    for book in by_place.values():
-        for name, cells in book.machines.items():
-            key = (book.cloud, name)
-            machines[key] = _joined(machines.get(key, Machine()), _dated(Machine(*cells), book))
+    for price_list in by_place.values():
+        for name, cells in price_list.machines.items():
+            key = (price_list.cloud, name)
+            live = _dated(InstanceDetails(*cells), price_list)
+            machines[key] = _joined(machines.get(key, InstanceDetails()), live)
     return build_table(found, label=table.label, faults=table.faults, machines=machines)
 
 
-def _dated(machine: Machine, book: Book) -> Machine:
+def _dated(machine: InstanceDetails, price_list: PriceList) -> InstanceDetails:
     """*machine* with the date on which the feed reported it."""
-    if book.at is None:
+    if price_list.at is None:
         return machine
-    return machine._replace(source=f"{machine.source}, {datetime.fromtimestamp(book.at, UTC):%Y-%m-%d}")
+    return machine._replace(source=f"{machine.source}, {datetime.fromtimestamp(price_list.at, UTC):%Y-%m-%d}")
 
 
-def _joined(old: Machine, new: Machine) -> Machine:
+def _joined(old: InstanceDetails, new: InstanceDetails) -> InstanceDetails:
     """The facts of *new*, and those of *old* that *new* lacks."""
     told = {name: value for name, value in new._asdict().items() if value is not None and name != "source"}
-    is_all_new = all(getattr(old, name) is None or name in told for name in Machine._fields[:-1])
+    is_all_new = all(getattr(old, name) is None or name in told for name in InstanceDetails._fields[:-1])
     if not told:
         return old
     source = new.source if is_all_new else f"{new.source}; {old.source}"
@@ -266,46 +269,48 @@ def row_at(table: OfferTable, kind: int, at: int) -> Row:
     )
 
 
-def _priced(row: Row, kind: Kind, book: Book) -> Row:
+def _priced(row: Row, kind: InstanceType, price_list: PriceList) -> Row:
     name, gpu = kind.instance_type, gpu_of(kind)
-    listed = book.prices.get(Quote(name, row.region, "", "on-demand", 0.0, gpu).key)
+    listed = price_list.prices.get(Quote(name, row.region, "", "on-demand", 0.0, gpu).key)
     if listed is not None:
-        row = row._replace(usd=listed.usd, source=_source(book, listed), has_on_demand=True)
+        row = row._replace(usd=listed.usd, source=_source(price_list, listed), has_on_demand=True)
     for zone in dict.fromkeys((row.zone, "")):
-        spot = book.prices.get(Quote(name, row.region, zone, "spot", 0.0, gpu).key)
+        spot = price_list.prices.get(Quote(name, row.region, zone, "spot", 0.0, gpu).key)
         if spot is not None:
-            row = row._replace(spot_usd=spot.usd, spot_source=_source(book, spot), has_spot=True)
+            row = row._replace(spot_usd=spot.usd, spot_source=_source(price_list, spot), has_spot=True)
             break
-    risk = book.risks.get(name)
+    risk = price_list.risks.get(name)
     return row if risk is None else row._replace(risk=risk)
 
 
-def _source(book: Book, price: Price) -> str:
+def _source(price_list: PriceList, price: Price) -> str:
     # To the minute: prices of one refresh share one text.
-    return f"{book.source}, {datetime.fromtimestamp(price.at, UTC):%Y-%m-%d %H:%M} UTC"
+    return f"{price_list.source}, {datetime.fromtimestamp(price.at, UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def _add_new(rows: dict[Kind, dict[tuple[str, str], Row]], book: Book) -> None:
-    by_name = {kind.instance_type: kind for kind in rows if kind.cloud == book.cloud and not kind.is_attached}
-    for cells in book.kinds:
-        kind = Kind(*cells)
+def _add_new(rows: dict[InstanceType, dict[tuple[str, str], Row]], price_list: PriceList) -> None:
+    by_name = {
+        kind.instance_type: kind for kind in rows if kind.cloud == price_list.cloud and not kind.is_attached
+    }
+    for cells in price_list.kinds:
+        kind = InstanceType(*cells)
         by_name.setdefault(kind.instance_type, kind)
-    for name, zones in book.zones.items():
+    for name, zones in price_list.zones.items():
         found = by_name.get(name)
         if found is None:
             continue
         places = rows.setdefault(found, {})
-        places.pop((book.region, ""), None)  # the zones are known now
+        places.pop((price_list.region, ""), None)  # the zones are known now
         for zone in zones:
-            if (book.region, zone) not in places:
-                new = Row(book.region, zone, source="no published price", spot_source="no published price")
-                places[book.region, zone] = _priced(new, found, book)
+            if (price_list.region, zone) not in places:
+                new = Row(price_list.region, zone, source=UNPRICED, spot_source=UNPRICED)
+                places[price_list.region, zone] = _priced(new, found, price_list)
 
 
 COMPILED = "catalog.bin"
 INDEX = "catalog.json"
 LOCK = "catalog.lock"
-_BOOK = re.compile(r"prices-.*\.json\Z")
+_PRICE_LIST = re.compile(r"prices-.*\.json\Z")
 
 
 class PriceCache:
@@ -318,11 +323,11 @@ class PriceCache:
     def _path(self, cloud: str, region: str) -> Path:
         return self.folder / f"prices-{quote(cloud, safe='')}-{quote(region, safe='')}.json"
 
-    def book(self, cloud: str, region: str) -> Book | None:
+    def price_list(self, cloud: str, region: str) -> PriceList | None:
         """The price list of a region; None when it is absent or torn."""
-        return _read_book(self._path(cloud, region))
+        return _read_list(self._path(cloud, region))
 
-    def books(self) -> list[Book]:
+    def price_lists(self) -> list[PriceList]:
         """All price lists."""
         try:
             files = sorted(self.folder.iterdir())
@@ -330,8 +335,8 @@ class PriceCache:
             return []
         except OSError as err:
             raise SpecError(f"{self.folder}: cannot be read: {err}; set ENVSCALER_CACHE") from err
-        found = [_read_book(file) for file in files if _BOOK.match(file.name)]
-        return [book for book in found if book is not None]
+        found = [_read_list(file) for file in files if _PRICE_LIST.match(file.name)]
+        return [price_list for price_list in found if price_list is not None]
 
     def commitments(self, offers: Iterable[Offer]) -> dict[str, dict[str, float]]:
         """USD an hour under a commitment, by offer name, for on-demand offers whose region was refreshed."""
@@ -347,8 +352,8 @@ class PriceCache:
         return found
 
     def refresh(
-        self, feed: PriceFeed, region: str, *, clock: Callable[[], float], trust_leaps: bool = False
-    ) -> Book:
+        self, feed: PriceFeed, region: str, *, clock: Callable[[], float], trust_outliers: bool = False
+    ) -> PriceList:
         """Fetch and store the prices of a region; on failure keep the old ones and record the failure."""
         failure = ""
         try:
@@ -356,27 +361,27 @@ class PriceCache:
         except BackendError as err:
             fetched, failure = None, str(err)
         with self._alone():
-            last = self.book(feed.cloud, region)
+            last = self.price_list(feed.cloud, region)
             if fetched is None:
-                book = unanswered(last, feed.cloud, region, failure, now=clock())
+                price_list = unanswered(last, feed.cloud, region, failure, now=clock())
             else:
                 known = known_prices(packaged(), feed.cloud, region)
-                book = refreshed(last, fetched, now=clock(), known=known, trust_leaps=trust_leaps)
-            text = json.dumps(book.to_dict(), allow_nan=False)
+                price_list = refreshed(last, fetched, now=clock(), known=known, trust_outliers=trust_outliers)
+            text = json.dumps(price_list.to_dict(), allow_nan=False)
             self._write(self._path(feed.cloud, region), text.encode())
-        return book
+        return price_list
 
     def compile(self) -> OfferTable:
         """Rebuild the catalog from the snapshot and all price lists; the next query loads it."""
         with self._alone():
-            books = self.books()
-            table = with_books(packaged(), books)
+            price_lists = self.price_lists()
+            table = with_price_lists(packaged(), price_lists)
             self._write(self.folder / COMPILED, pack(table))
             lines = [
-                replace(book, prices={}, kinds=(), zones={}, risks={}, machines={}).to_dict()
-                for book in books
+                replace(price_list, prices={}, kinds=(), zones={}, risks={}, machines={}).to_dict()
+                for price_list in price_lists
             ]
-            index = {"snapshot": _snapshot_sum(), "books": lines}
+            index = {"snapshot": _snapshot_sum(), "price_lists": lines}
             self._write(self.folder / INDEX, json.dumps(index).encode())
         return table
 
@@ -386,13 +391,13 @@ class PriceCache:
             index = json.loads((self.folder / INDEX).read_bytes())
             if index["snapshot"] != _snapshot_sum():
                 return None
-            books = [Book.from_dict(line) for line in index["books"]]
+            price_lists = [PriceList.from_dict(line) for line in index["price_lists"]]
             table = unpack((self.folder / COMPILED).read_bytes(), name=COMPILED)
         except (OSError, ValueError, KeyError, TypeError, SpecError):
             return None
-        if not books:
+        if not price_lists:
             return None
-        return replace(table, label="; ".join([table.label, *(book.words(now) for book in books)]))
+        return replace(table, label="; ".join([table.label, *(one.words(now) for one in price_lists)]))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -414,7 +419,7 @@ class PriceCache:
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
-            write_atomic(path, data)
+            write_atomic(path, data, temporary=self.folder / f"{path.name}.new")
         except OSError as err:
             raise _not_kept(path, err) from err
 
@@ -423,9 +428,9 @@ def _not_kept(path: Path, err: OSError) -> SpecError:
     return SpecError(f"{path}: prices cannot be kept: {err}; set ENVSCALER_CACHE")
 
 
-def _read_book(path: Path) -> Book | None:
+def _read_list(path: Path) -> PriceList | None:
     try:
-        return Book.from_dict(json.loads(path.read_bytes()))
+        return PriceList.from_dict(json.loads(path.read_bytes()))
     except (OSError, ValueError):
         return None
 

@@ -49,7 +49,7 @@ def _live(folder: Path) -> OfferTable | None:
     from envscaler_airflow.catalog.prices import PriceCache  # noqa: PLC0415  (only who refreshed prices waits for it)
 
     table = PriceCache(folder).load(now=time.time())
-    if table is not None or not _has_books(folder):
+    if table is not None or not _has_price_lists(folder):
         return table
     why = (
         f"the live prices in {folder} are torn or of another version and not used: envscaler catalog refresh"
@@ -57,7 +57,7 @@ def _live(folder: Path) -> OfferTable | None:
     return labelled(packaged(), f"{packaged().label}; {why}")
 
 
-def _has_books(folder: Path) -> bool:
+def _has_price_lists(folder: Path) -> bool:
     try:
         return any(folder.glob("prices-*.json"))
     except OSError:

@@ -15,7 +15,7 @@ from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.catalog.prices import PriceCache
 from envscaler_airflow.catalog.sources import cache_dir
 from envscaler_airflow.cli.common import output_option
-from envscaler_airflow.clouds import Access, price_lists
+from envscaler_airflow.clouds import Access, price_sources
 from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import BackendError, SpecError
 
@@ -30,19 +30,19 @@ def catalog() -> None:
     "--cloud",
     "clouds",
     multiple=True,
-    type=click.Choice(list(price_lists())),
+    type=click.Choice(list(price_sources())),
     help="All of them when not given.",
 )
 @click.option("--region", "regions", multiple=True, help="All that the catalog knows when not given.")
 @click.option("--endpoint-url", help="Of a stand-in for the cloud's API.")
-@click.option("--accept-leaps", is_flag=True, help="Take prices that are in quarantine for having leapt.")
+@click.option("--accept-outliers", is_flag=True, help="Use the outliers that are in quarantine.")
 @output_option
 def refresh(
     clouds: tuple[str, ...],
     regions: tuple[str, ...],
     *,
     endpoint_url: str | None,
-    accept_leaps: bool,
+    accept_outliers: bool,
     as_json: bool,
 ) -> None:
     """Ask clouds for their prices of today; what fails keeps its last good ones. Exit 2 if any failed."""
@@ -56,16 +56,16 @@ def refresh(
                 cloud,
                 its_regions,
                 endpoint_url=endpoint_url,
-                accept_leaps=accept_leaps,
+                accept_outliers=accept_outliers,
                 is_quiet=as_json,
             )
         except SpecError as err:  # it lacks a key or an SDK: the other clouds need neither
             failed.append(str(err))
     table = cache.compile()
     if as_json:
-        books = [book.to_dict() for book in cache.books()]
+        price_lists = [one.to_dict() for one in cache.price_lists()]
         sizes = {"rows": len(table), "types": len(table.kinds), "folder": str(cache.folder)}
-        click.echo(json.dumps({**sizes, "failed": failed, "books": books}))
+        click.echo(json.dumps({**sizes, "failed": failed, "price_lists": price_lists}))
     else:
         click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {cache.folder}")
     if failed:
@@ -78,20 +78,20 @@ def _refresh(
     regions: Sequence[str],
     *,
     endpoint_url: str | None,
-    accept_leaps: bool,
+    accept_outliers: bool,
     is_quiet: bool,
 ) -> list[str]:
-    """Refresh a cloud's books, and say how; returns what failed."""
+    """Refresh a cloud's price lists, and say how; returns what failed."""
     failed = []
     feed = open_feed(cloud, endpoint_url=endpoint_url)
     for region in regions:
-        book = cache.refresh(feed, region, clock=time.time, trust_leaps=accept_leaps)
+        price_list = cache.refresh(feed, region, clock=time.time, trust_outliers=accept_outliers)
         cache.compile()  # what is known counts, should the next region never come
-        click.echo(f"{book.words(time.time())}: {len(book.prices)} prices", err=is_quiet)
-        for note in book.notes:
+        click.echo(f"{price_list.words(time.time())}: {len(price_list.prices)} prices", err=is_quiet)
+        for note in price_list.notes:
             click.echo(f"  {note}", err=is_quiet)
-        if book.error is not None:
-            failed.append(f"{cloud} {region}: {book.error}")
+        if price_list.error is not None:
+            failed.append(f"{cloud} {region}: {price_list.error}")
     return failed
 
 
@@ -100,15 +100,15 @@ def _refresh(
 def show(*, as_json: bool) -> None:
     """List the live prices that are kept: how old, what failed, what is in quarantine."""
     now = time.time()
-    books = PriceCache(cache_dir()).books()
+    price_lists = PriceCache(cache_dir()).price_lists()
     if as_json:
-        click.echo(json.dumps([{"age_s": book.at and now - book.at, **book.to_dict()} for book in books]))
+        click.echo(json.dumps([{"age_s": one.at and now - one.at, **one.to_dict()} for one in price_lists]))
         return
     click.echo(f"snapshot: {packaged().label}")
-    for book in books:
-        click.echo(f"{book.words(now)}: {len(book.prices)} prices")
-        for key, usd in sorted(book.quarantined.items()):
-            last = book.prices.get(key)
+    for price_list in price_lists:
+        click.echo(f"{price_list.words(now)}: {len(price_list.prices)} prices")
+        for key, usd in sorted(price_list.quarantined.items()):
+            last = price_list.prices.get(key)
             before = "the snapshot's" if last is None else f"{last.usd:g}"
             click.echo(f"  {key}: {usd:g} instead of {before}")
 
@@ -121,7 +121,7 @@ def _asked(clouds: Sequence[str], regions: Sequence[str]) -> dict[str, list[str]
     Raises:
         SpecError: A region is none.
     """
-    places, lists = packaged().places, price_lists()
+    places, lists = packaged().places, price_sources()
     known = {
         cloud: {region for one, region, _ in places if one == cloud} or set(lists[cloud].regions)
         for cloud in clouds or lists
@@ -149,4 +149,4 @@ def open_feed(cloud: str, *, endpoint_url: str | None = None) -> PriceFeed:
         SpecError: The cloud needs more than that.
     """
     key = os.environ.get(f"ENVSCALER_{cloud.upper()}_API_KEY")
-    return price_lists()[cloud].open(Access(secret=key, endpoint_url=endpoint_url))
+    return price_sources()[cloud].open(Access(secret=key, endpoint_url=endpoint_url))

@@ -25,7 +25,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Candidate, Offer, Rejected
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
 from envscaler_airflow.planning.market import Scope
-from envscaler_airflow.planning.table import Machine, OfferTable, joined, table_of
+from envscaler_airflow.planning.table import InstanceDetails, OfferTable, joined, table_of
 
 OWN = "own"
 """Cloud of machines that one has."""
@@ -278,9 +278,9 @@ def offer_body(offer: Offer) -> dict[str, Any]:
     }
 
 
-def machine_body(machine: Machine | None) -> dict[str, Any]:
+def machine_body(machine: InstanceDetails | None) -> dict[str, Any]:
     """What else is published of an instance type; null is unknown."""
-    known = machine or Machine()
+    known = machine or InstanceDetails()
     return {
         "network_gbps": known.network_gbps,
         "network_peak_gbps": known.network_peak_gbps,

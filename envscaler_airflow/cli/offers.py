@@ -32,7 +32,8 @@ from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.planning import Offer, Requirements
 from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.near_misses import unknown_gpus
-from envscaler_airflow.planning.table import Kind, OfferTable
+from envscaler_airflow.planning.offers import InstanceType
+from envscaler_airflow.planning.table import OfferTable
 
 COLUMNS = ("INFRA", "INSTANCE", "vCPUs", "MEM", "GPUs", "GPU MEM", "SPOT", "$/h", "PRICE FROM")
 _SIZES = ("gpu", "count", "gpu_memory", "cpus", "memory")
@@ -137,7 +138,7 @@ def _like(table: OfferTable, asked: dict[str, Any]) -> Requirements:
     return stand_in(kinds[0], table, capacity=asked["capacity"])
 
 
-def stand_in(kind: Kind, table: OfferTable, **more: Any) -> Requirements:
+def stand_in(kind: InstanceType, table: OfferTable, **more: Any) -> Requirements:
     """What another machine must have to stand in for *kind*.
 
     The same GPU where another cloud has it, else as much memory on each of as many GPUs; nearly as many

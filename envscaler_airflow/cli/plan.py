@@ -28,7 +28,7 @@ from envscaler_airflow.cli.market import (
 )
 from envscaler_airflow.cli.progress import bar
 from envscaler_airflow.cli.specs import spec_options, spec_registry
-from envscaler_airflow.clouds import all_clouds, price_lists, schemes, tariffs
+from envscaler_airflow.clouds import all_clouds, price_sources, schemes, tariffs
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import SpecError
@@ -49,8 +49,9 @@ from envscaler_airflow.planning.data import DataPlace, data_places
 from envscaler_airflow.planning.jobs import JobModel, job_model
 from envscaler_airflow.planning.market import MisfitOf, Scope, Search, search
 from envscaler_airflow.planning.near_misses import unknown_gpus, unpriced_offers
+from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.stockouts import against
-from envscaler_airflow.planning.table import Kind, OfferTable
+from envscaler_airflow.planning.table import OfferTable
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.stockouts import stockouts
 
@@ -235,7 +236,7 @@ def _misfit_of(spec: EnvSpec, model: JobModel | None) -> MisfitOf | None:
     if told is None:
         return of_job
 
-    def misfit(kind: Kind, nodes: int) -> Misfit | None:
+    def misfit(kind: InstanceType, nodes: int) -> Misfit | None:
         found = None if of_job is None else of_job(kind, nodes)
         fault = None if found is not None or kind.gpu_name is None else told(kind.gpu_name)
         return found if fault is None else Misfit("cuda", fault, 0.0)  # the machine itself lacks nothing
@@ -321,7 +322,7 @@ def _unpriced(found: dict[tuple[str, str], list[str]]) -> list[str]:
         some = ", ".join(region for region in regions[:3] if region) or "any region"
         more = f" and {len(regions) - 3} more" if len(regions) > 3 else ""
         text = f"{cloud} {capacity} in {some}{more} would do and has no known price, so it comes last"
-        if cloud in price_lists():
+        if cloud in price_sources():
             text += f": envscaler catalog refresh --cloud {cloud} --region {regions[0]}"
         notes.append(text)
     return notes

@@ -14,10 +14,11 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from envscaler_airflow.clouds.base import AttachedGpu, PriceFeed
+from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF, Tariff, Tariffs
+from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.stockouts import Refusals
-from envscaler_airflow.planning.table import Kind, Row
+from envscaler_airflow.planning.table import Row
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PriceList:
+class PriceSource:
     """Source of a cloud's live prices.
 
     Attributes:
@@ -64,7 +65,8 @@ class PriceList:
     conn_id: str | None = None
 
 
-Attached = Callable[[Mapping[Kind, Iterable[Row]], Iterable[AttachedGpu]], Mapping[Kind, Iterable[Row]]]
+Types = Mapping[InstanceType, Iterable[Row]]
+"""Instance types, each with its rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,8 @@ class Cloud:
         refusals: Error codes for missing capacity and for exceeded quotas.
         schemes: URL schemes of its object store.
         burstable: Matches names of instance types that share or throttle their vCPUs.
-        attached: Combines hosts with GPUs that are sold separately; None if the cloud sells none so.
+        attached: Combines hosts with GPUs that are sold separately, as types without a name; None if the
+            cloud sells none so.
         provider_id: Scheme of ``providerID`` on its Kubernetes nodes.
         prices: Live prices; None if only the packaged snapshot has prices.
     """
@@ -87,9 +90,9 @@ class Cloud:
     refusals: Refusals = field(default_factory=dict)
     schemes: tuple[str, ...] = ()
     burstable: re.Pattern[str] | None = None
-    attached: Attached | None = None
+    attached: Callable[[Types, Types], Types] | None = None
     provider_id: str | None = None
-    prices: PriceList | None = None
+    prices: PriceSource | None = None
 
 
 @cache
@@ -127,6 +130,6 @@ def refusals() -> Refusals:
     return {code: what for cloud in all_clouds().values() for code, what in cloud.refusals.items()}
 
 
-def price_lists() -> Mapping[str, PriceList]:
+def price_sources() -> Mapping[str, PriceSource]:
     """Sources of live prices, by cloud; clouds without one are omitted."""
     return {name: cloud.prices for name, cloud in all_clouds().items() if cloud.prices is not None}

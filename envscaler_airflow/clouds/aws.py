@@ -16,13 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from envscaler_airflow.clouds import Access, Cloud, PriceList
+from envscaler_airflow.clouds import Access, Cloud, PriceSource
 from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, is_in_force, usd_of, utc_now
 from envscaler_airflow.clouds.http import TIMEOUT_S, Caller
 from envscaler_airflow.envspec.gpus import MEMORY_GB, canonical
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning.billing import Billing, Tariff
-from envscaler_airflow.planning.table import Kind, Machine
+from envscaler_airflow.planning.offers import InstanceType
+from envscaler_airflow.planning.table import InstanceDetails
 
 PRICING_REGION = "us-east-1"
 """Region whose Price List Query API has the prices of every region."""
@@ -199,7 +200,7 @@ def _spot(api: Any, region: str) -> Iterator[Quote]:
         yield Quote(name, region, zone, "spot", usd)
 
 
-def _types(api: Any) -> tuple[tuple[Kind, ...], dict[str, Machine]]:
+def _types(api: Any) -> tuple[tuple[InstanceType, ...], dict[str, InstanceDetails]]:
     """Machines, and other facts that AWS reports of them."""
     kinds, machines = [], {}
     for page in api.get_paginator("describe_instance_types").paginate():
@@ -211,7 +212,7 @@ def _types(api: Any) -> tuple[tuple[Kind, ...], dict[str, Machine]]:
     return tuple(kinds), machines
 
 
-def read_machine(item: Mapping[str, Any], *, source: str = "DescribeInstanceTypes") -> Machine:
+def read_machine(item: Mapping[str, Any], *, source: str = "DescribeInstanceTypes") -> InstanceDetails:
     """Network, disks and processor from ``DescribeInstanceTypes``, as far as AWS reports them."""
     cards = (item.get("NetworkInfo") or {}).get("NetworkCards") or ()
     always = [_amount(card.get("BaselineBandwidthInGbps")) for card in cards]
@@ -223,7 +224,7 @@ def read_machine(item: Mapping[str, Any], *, source: str = "DescribeInstanceType
     clock = _amount(chip.get("SustainedClockSpeedInGhz"))
     words = [str(chip["Manufacturer"])] if chip.get("Manufacturer") else []
     words += [f"{clock:g} GHz"] if clock else []
-    return Machine(_sum(always), _sum(peaks), disk_gb, ", ".join(words) or None, source)
+    return InstanceDetails(_sum(always), _sum(peaks), disk_gb, ", ".join(words) or None, source)
 
 
 def _amount(value: object) -> float | None:
@@ -237,7 +238,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return round(sum(known), 3) if known and len(known) == len(values) else None
 
 
-def read_type(item: Mapping[str, Any]) -> Kind | None:
+def read_type(item: Mapping[str, Any]) -> InstanceType | None:
     """A machine of ``DescribeInstanceTypes``; None for one with a part of a GPU, or without a size."""
     arches = [_ARCHES[name] for name in item["ProcessorInfo"]["SupportedArchitectures"] if name in _ARCHES]
     vcpus, memory_mib = item["VCpuInfo"]["DefaultVCpus"], item["MemoryInfo"]["SizeInMiB"]
@@ -253,7 +254,7 @@ def read_type(item: Mapping[str, Any]) -> Kind | None:
         memory_gb = MEMORY_GB.get(name, round(mib / 1024, 2) if mib else None)
         if count <= 0:
             return None
-    return Kind(
+    return InstanceType(
         "aws", item["InstanceType"], float(vcpus), memory_mib / 1024, name, count, memory_gb, arches[0]
     )
 
@@ -287,7 +288,7 @@ CLOUD = Cloud(
     schemes=("s3",),
     burstable=re.compile(r"t\d"),
     provider_id="aws",
-    prices=PriceList(open=AwsPrices, regions=("us-east-1",), conn_type="aws", conn_id="aws_default"),
+    prices=PriceSource(open=AwsPrices, regions=("us-east-1",), conn_type="aws", conn_id="aws_default"),
 )
 """Billing: recalled 2026-11. Data: cloudtoolstack.com/blog/cloud-egress-cost-optimization (2026). Disks: gp3
 in us-east-1, github.com/aws/agent-toolkit-for-aws, ebs-optimization.md (early 2026).

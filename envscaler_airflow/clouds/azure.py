@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from envscaler_airflow.clouds import Access, Cloud, PriceList
+from envscaler_airflow.clouds import Access, Cloud, PriceSource
 from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, instant, is_in_force, usd_of, utc_now
 from envscaler_airflow.clouds.http import MAX_PAGES, Caller
 from envscaler_airflow.errors import BackendError
@@ -127,7 +127,7 @@ CLOUD = Cloud(
     schemes=("az", "abfs", "abfss"),
     burstable=re.compile("Standard_B"),
     provider_id="azure",
-    prices=PriceList(open=AzurePrices, regions=("eastus",)),
+    prices=PriceSource(open=AzurePrices, regions=("eastus",)),
 )
 """Billing and data between regions: recalled 2026-11. Data out of the cloud:
 cloudtoolstack.com/blog/cloud-egress-cost-optimization (2026).

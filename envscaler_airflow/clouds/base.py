@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple, Protocol
 
-from envscaler_airflow.planning.offers import CapacityType
-from envscaler_airflow.planning.table import Kind, Machine, Row
+from envscaler_airflow.planning.offers import CapacityType, InstanceType
+from envscaler_airflow.planning.table import InstanceDetails
 
 Commitment = Literal["", "1m", "1y", "3y"]
 
@@ -57,21 +57,11 @@ class Fetched:
     region: str
     quotes: tuple[Quote, ...]
     source: str
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[InstanceType, ...] = ()
     zones: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     risks: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    machines: Mapping[str, Machine] = field(default_factory=dict)
-
-
-class AttachedGpu(NamedTuple):
-    """GPUs of a zone, without a host."""
-
-    cloud: str
-    gpu_name: str
-    gpus: int
-    gpu_memory_gb: float | None
-    row: Row
+    machines: Mapping[str, InstanceDetails] = field(default_factory=dict)
 
 
 class PriceFeed(Protocol):

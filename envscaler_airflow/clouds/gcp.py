@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from envscaler_airflow.clouds import Access, Cloud, PriceList
+from envscaler_airflow.clouds import Access, Cloud, PriceSource, Types
 from envscaler_airflow.clouds.base import (
-    AttachedGpu,
     Commitment,
     Fetched,
     Quote,
@@ -27,8 +26,8 @@ from envscaler_airflow.clouds.base import (
 from envscaler_airflow.clouds.http import MAX_PAGES, Caller
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning.billing import Billing, Tariff
-from envscaler_airflow.planning.offers import CapacityType
-from envscaler_airflow.planning.table import Kind, Row
+from envscaler_airflow.planning.offers import CapacityType, InstanceType
+from envscaler_airflow.planning.table import Row
 
 URL = "https://cloudbilling.googleapis.com/v1/services/6F81-5844-456A/skus"
 _PART = re.compile(
@@ -73,7 +72,7 @@ class GcpPrices:
     cloud = "gcp"
 
     def __init__(
-        self, access: Access, *, caller: Caller | None = None, kinds: Iterable[Kind] | None = None
+        self, access: Access, *, caller: Caller | None = None, kinds: Iterable[InstanceType] | None = None
     ) -> None:
         """Price *kinds*, by default those of the packaged snapshot, with the credentials of *access*.
 
@@ -180,7 +179,7 @@ def _unit_price(sku: Mapping[str, Any]) -> tuple[float | None, object]:
         return None, "USD"
 
 
-def sum_parts(kind: Kind, region: str, parts: _Parts) -> Iterator[Quote]:
+def sum_parts(kind: InstanceType, region: str, parts: _Parts) -> Iterator[Quote]:
     """Prices of one machine: cores, memory and GPUs together, if all of them are known."""
     if kind.instance_type in _PARTLY:
         return
@@ -201,28 +200,28 @@ def sum_parts(kind: Kind, region: str, parts: _Parts) -> Iterator[Quote]:
             yield Quote(kind.instance_type, region, "", capacity, usd, gpu, commitment)
 
 
-def attached(hosts: Mapping[Kind, Iterable[Row]], gpus: Iterable[AttachedGpu]) -> dict[Kind, list[Row]]:
+def attached(hosts: Types, gpus: Types) -> dict[InstanceType, list[Row]]:
     """Every N1 host with the GPUs that may be attached to it, in the zones that have both.
 
     A price is known when both parts have one. A spot price needs a spot price of both.
     """
-    by_zone: dict[str, list[tuple[Kind, Row]]] = {}
+    by_zone: dict[str, list[tuple[InstanceType, Row]]] = {}
     for kind, rows in hosts.items():
         if kind.instance_type.startswith("n1-") and kind.gpu_name is None:
             for row in rows:
                 by_zone.setdefault(row.zone, []).append((kind, row))
-    made: dict[Kind, list[Row]] = {}
-    for gpu in gpus:
-        vcpus, memory_gib = MOST.get(gpu.gpu_name, {}).get(gpu.gpus, (0.0, 0.0))
-        for host, row in by_zone.get(gpu.row.zone, ()):
+    made: dict[InstanceType, list[Row]] = {}
+    for gpu, of_gpu in ((gpu, row) for gpu, rows in gpus.items() for row in rows):
+        vcpus, memory_gib = MOST.get(gpu.gpu_name or "", {}).get(int(gpu.gpus), (0.0, 0.0))
+        for host, row in by_zone.get(of_gpu.zone, ()):
             if host.vcpus <= vcpus and host.memory_gib <= memory_gib:
                 kind = host._replace(
                     gpu_name=gpu.gpu_name,
-                    gpus=float(gpu.gpus),
+                    gpus=gpu.gpus,
                     gpu_memory_gb=gpu.gpu_memory_gb,
                     is_attached=True,
                 )
-                made.setdefault(kind, []).append(_joined(row, gpu.row))
+                made.setdefault(kind, []).append(_joined(row, of_gpu))
     return made
 
 
@@ -257,7 +256,7 @@ CLOUD = Cloud(
     burstable=re.compile(r"e2-(micro|small|medium)|f1-|g1-"),
     provider_id="gce",
     attached=attached,
-    prices=PriceList(
+    prices=PriceSource(
         open=GcpPrices,
         regions=("us-central1",),
         conn_type="google_cloud_platform",

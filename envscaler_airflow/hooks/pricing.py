@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException, AirflowRuntimeError
 
-from envscaler_airflow.clouds import Access, price_lists
+from envscaler_airflow.clouds import Access, price_sources
 from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.hooks.servers import extra_of, verify_of
@@ -21,7 +21,7 @@ from envscaler_airflow.hooks.servers import extra_of, verify_of
 if TYPE_CHECKING:
     from airflow.sdk import Connection
 
-    from envscaler_airflow.catalog.prices import Book
+    from envscaler_airflow.catalog.prices import PriceList
 
 
 _GCP_SCOPE = "https://www.googleapis.com/auth/cloud-billing.readonly"
@@ -42,7 +42,7 @@ class CloudPricingHook(BaseHook):
 
     ::
 
-        books = CloudPricingHook("aws").refresh(["us-east-1", "eu-west-1"])
+        price_lists = CloudPricingHook("aws").refresh(["us-east-1", "eu-west-1"])
 
     Args:
         cloud: ``aws``, ``gcp``, ``azure``, or one from another package.
@@ -71,7 +71,7 @@ class CloudPricingHook(BaseHook):
             SpecError: Prices of that cloud cannot be read.
         """
         super().__init__(**kwargs)
-        known = price_lists()
+        known = price_sources()
         if cloud not in known:
             raise SpecError(f"cloud {cloud!r}: prices are read from {', '.join(known)}")
         self.cloud = cloud
@@ -89,13 +89,13 @@ class CloudPricingHook(BaseHook):
 
     @cached_property
     def _feed(self) -> PriceFeed:
-        prices = price_lists()[self.cloud]
+        prices = price_sources()[self.cloud]
         access = {"aws": self._amazon, "google_cloud_platform": self._google}.get(
             prices.conn_type, self._plain
         )
         return prices.open(access(self._connection() if prices.conn_type else None))
 
-    def refresh(self, regions: Iterable[str]) -> list[Book]:
+    def refresh(self, regions: Iterable[str]) -> list[PriceList]:
         """Request prices of *regions*, store the valid ones, and rebuild the catalog.
 
         A region that fails keeps its last good prices; its price list says why and since when.
@@ -109,13 +109,13 @@ class CloudPricingHook(BaseHook):
         from envscaler_airflow.catalog.sources import cache_dir  # noqa: PLC0415  (as above)
 
         cache = PriceCache(Path(self.cache) if self.cache else cache_dir())
-        books = [cache.refresh(self._feed, region, clock=time.time) for region in regions]
+        price_lists = [cache.refresh(self._feed, region, clock=time.time) for region in regions]
         cache.compile()
-        return books
+        return price_lists
 
     def test_connection(self) -> tuple[bool, str]:
         """Request the prices of one region."""
-        region = price_lists()[self.cloud].regions[0]
+        region = price_sources()[self.cloud].regions[0]
         try:
             found = self._feed.fetch(region)
         except EnvScalerError as err:
@@ -157,7 +157,7 @@ class CloudPricingHook(BaseHook):
         try:
             return self.get_connection(self.conn_id)
         except (AirflowNotFoundException, AirflowRuntimeError):
-            if self.conn_id != price_lists()[self.cloud].conn_id:
+            if self.conn_id != price_sources()[self.cloud].conn_id:
                 raise
             return None
 

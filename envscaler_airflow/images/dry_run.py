@@ -30,7 +30,7 @@ from envscaler_airflow.images.requirement_files import Requirements, read_requir
 from envscaler_airflow.images.venv import install_command
 
 if TYPE_CHECKING:
-    from envscaler_airflow.backends.kubernetes.offers import Room
+    from envscaler_airflow.backends.kubernetes.offers import Capacity
     from envscaler_airflow.catalog.accelerators import Accelerator
     from envscaler_airflow.planning.offers import Offer
 
@@ -294,7 +294,7 @@ class _Node:
     """A node of a cluster: its GPUs as its labels report them, and what a training can allocate on it."""
 
     gpu: Accelerator | None
-    room: Room
+    room: Capacity
 
     def fits(self, need: Resources) -> bool:
         asked, gpu = need.requests, need.requests.gpu

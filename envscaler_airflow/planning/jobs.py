@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from envscaler_airflow.envspec.quantities import GPU_MEMORY_USABLE
+from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.performance import Speed, SpeedSource
 from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.planning.requirements import Misfit
-from envscaler_airflow.planning.table import Kind
 from envscaler_airflow.planning.throughput import Gpu, Step, Timing, fit_step, moved
 
 USABLE = GPU_MEMORY_USABLE
@@ -236,7 +236,7 @@ class JobModel:
     batch: float | None = None
     _made: dict[tuple[str, int, int, float], Speed | None] = field(default_factory=dict, compare=False)
 
-    def __call__(self, kind: Kind, nodes: int) -> Speed | None:
+    def __call__(self, kind: InstanceType, nodes: int) -> Speed | None:
         """Speed on *nodes* of *kind*; None: it has no GPU, an unknown one, or one that is too small."""
         if kind.gpu_name is None or kind.gpus < 1:
             return None
@@ -305,7 +305,7 @@ class JobModel:
         )
         return 0.1 + _COUNT_STDEV * away
 
-    def misfit(self, kind: Kind, nodes: int) -> Misfit | None:
+    def misfit(self, kind: InstanceType, nodes: int) -> Misfit | None:
         """Why the job cannot run there: not enough memory; None when it can, or when that is unknown."""
         if kind.gpu_name is None or kind.gpus < 1 or kind.gpu_memory_gb is None:
             return None

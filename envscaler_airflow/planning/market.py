@@ -18,7 +18,7 @@ from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
 from envscaler_airflow.planning.fleet import losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.near_misses import nearest_misses
 from envscaler_airflow.planning.objective import estimate, value_of_hour
-from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
+from envscaler_airflow.planning.offers import Allocation, CapacityType, InstanceType, Offer
 from envscaler_airflow.planning.performance import Speed
 from envscaler_airflow.planning.planner import (
     Candidate,
@@ -34,12 +34,12 @@ from envscaler_airflow.planning.planner import (
     with_fleets,
 )
 from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_node, fits_place, node_counts
-from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, CAPACITIES, UNKNOWN, Kind, OfferTable
+from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, CAPACITIES, UNKNOWN, OfferTable
 
-SpeedOf = Callable[[Kind, int], Speed | None]
+SpeedOf = Callable[[InstanceType, int], Speed | None]
 """Speed of a stage on a number of nodes of a kind; None is unknown."""
 
-MisfitOf = Callable[[Kind, int], Misfit | None]
+MisfitOf = Callable[[InstanceType, int], Misfit | None]
 """Why a stage cannot run on a number of nodes of a kind; None when it can."""
 
 FLEET_TYPES, FLEET_LIMIT = 4, 60

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Sequence
 
 from envscaler_airflow.planning.data import DataPlace
-from envscaler_airflow.planning.offers import Allocation, CapacityType
+from envscaler_airflow.planning.offers import Allocation, CapacityType, InstanceType
 from envscaler_airflow.planning.planner import Rejected
 from envscaler_airflow.planning.requirements import (
     Misfit,
@@ -16,7 +16,7 @@ from envscaler_airflow.planning.requirements import (
     misfits,
     node_counts,
 )
-from envscaler_airflow.planning.table import CAPACITIES, UNKNOWN, Kind, OfferTable
+from envscaler_airflow.planning.table import CAPACITIES, UNKNOWN, OfferTable
 
 
 def nearest_misses(
@@ -59,7 +59,7 @@ def nearest_misses(
     return sorted(rejected.values(), key=lambda item: item.distance)
 
 
-def _missed(need: Requirements, kind: Kind, wanted: set[str]) -> tuple[int, float, str]:
+def _missed(need: Requirements, kind: InstanceType, wanted: set[str]) -> tuple[int, float, str]:
     """Coarse filter: number of needs of one node that are missed, sum of shortfalls, and first need."""
     missed, lacking, first = 0, 0.0, ""
     if kind.vcpus < need.vcpus:
@@ -80,7 +80,7 @@ def _missed(need: Requirements, kind: Kind, wanted: set[str]) -> tuple[int, floa
     return missed, lacking, first
 
 
-def _missed_gpus(need: Requirements, kind: Kind, wanted: set[str]) -> tuple[int, float, str]:
+def _missed_gpus(need: Requirements, kind: InstanceType, wanted: set[str]) -> tuple[int, float, str]:
     if kind.gpu_name is None or kind.gpus < 1:
         return 2, 2.0, "gpu.count"
     missed, lacking, first = 0, 0.0, ""

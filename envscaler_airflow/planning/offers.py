@@ -5,9 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 CapacityType = Literal["spot", "on-demand"]
+
+
+class InstanceType(NamedTuple):
+    """A machine on offer: what is the same at every place, without capacity type and price.
+
+    Attributes:
+        gpus: Below one for a fraction of a GPU, which never meets a request for whole GPUs.
+    """
+
+    cloud: str
+    instance_type: str
+    vcpus: float
+    memory_gib: float
+    gpu_name: str | None = None
+    gpus: float = 0.0
+    gpu_memory_gb: float | None = None
+    arch: str | None = None
+    is_attached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,21 @@ class Offer:
         if self.cloud != "local":
             parts.append(self.capacity_type)
         return "/".join(part for part in parts if part)
+
+    @property
+    def machine(self) -> InstanceType:
+        """The machine, regardless of place, capacity type and price."""
+        return InstanceType(
+            self.cloud,
+            self.instance_type,
+            self.vcpus,
+            self.memory_gib,
+            self.gpu_name,
+            float(self.gpus),
+            self.gpu_memory_gb,
+            self.arch,
+            self.is_attached,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as in events and in plan.json."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from envscaler_airflow.envspec.gpus import is_share, vendor_of
-from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.planning.offers import InstanceType, Offer
 from envscaler_airflow.planning.record import Record, check_finite
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def node_counts(requirements: Requirements, gpus: int) -> tuple[int, ...]:
     return tuple(count for count in counts if count * max(1, gpus) % requirements.model_parallel == 0)
 
 
-def fits_node(requirements: Requirements, node: NodeFacts) -> bool:
+def fits_node(requirements: Requirements, node: InstanceType) -> bool:
     """True when *node* meets all needs except place and capacity: a fast version of :func:`misfits`."""
     need = requirements
     if node.vcpus < need.vcpus or node.memory_gib < need.memory_gib:
@@ -138,7 +138,7 @@ def fits_place(requirements: Requirements, cloud: str, region: str, zone: str) -
     )
 
 
-def _fits_gpus(need: Requirements, node: NodeFacts) -> bool:
+def _fits_gpus(need: Requirements, node: InstanceType) -> bool:
     if int(node.gpus) < need.gpus or node.gpu_name is None:
         return False
     if need.exact_gpus and int(node.gpus) != need.gpus:
@@ -152,38 +152,6 @@ def _fits_gpus(need: Requirements, node: NodeFacts) -> bool:
     if has is None:
         return least is None and most is None
     return has >= (least or 0.0) and (most is None or has <= most)
-
-
-class NodeFacts(Protocol):
-    """Properties of a node that decide whether it fits, regardless of its place."""
-
-    @property
-    def instance_type(self) -> str:
-        """The provider's name."""
-
-    @property
-    def vcpus(self) -> float:
-        """Virtual CPUs."""
-
-    @property
-    def memory_gib(self) -> float:
-        """Memory, GiB."""
-
-    @property
-    def gpu_name(self) -> str | None:
-        """Canonical name."""
-
-    @property
-    def gpus(self) -> float:
-        """GPUs; only whole ones count."""
-
-    @property
-    def gpu_memory_gb(self) -> float | None:
-        """Nominal memory of one GPU, GB."""
-
-    @property
-    def arch(self) -> str | None:
-        """Architecture."""
 
 
 def _place_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None]:

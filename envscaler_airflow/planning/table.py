@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
+from envscaler_airflow.planning.offers import Allocation, CapacityType, InstanceType, Offer
 
 UNKNOWN = math.inf
 """An unknown price in the columns: it sorts last and is never chosen as the lowest."""
@@ -38,25 +38,7 @@ ANY_RATE_PER_HOUR = 0.05
 checkpoints a few percent, and a stage without them everything."""
 
 
-class Kind(NamedTuple):
-    """One instance type of one cloud: the properties that are the same at every place.
-
-    Attributes:
-        gpus: Below one for a fraction of a GPU, which never meets a request for whole GPUs.
-    """
-
-    cloud: str
-    instance_type: str
-    vcpus: float
-    memory_gib: float
-    gpu_name: str | None = None
-    gpus: float = 0.0
-    gpu_memory_gb: float | None = None
-    arch: str | None = None
-    is_attached: bool = False
-
-
-class Machine(NamedTuple):
+class InstanceDetails(NamedTuple):
     """Other published properties of an instance type; None is unknown.
 
     Attributes:
@@ -75,7 +57,7 @@ class Machine(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One kind at one place.
+    """One instance type at one place.
 
     Attributes:
         usd, spot_usd: On-demand and spot price; None is unknown.
@@ -114,7 +96,7 @@ class OfferTable:
         machines: Other properties by (cloud, instance type), if published.
     """
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[InstanceType]
     places: Sequence[tuple[str, str, str]]
     sources: Sequence[str]
     starts: array[int]
@@ -129,7 +111,7 @@ class OfferTable:
     spot_starts: array[int]
     label: str = ""
     faults: tuple[str, ...] = ()
-    machines: Mapping[tuple[str, str], Machine] = field(default_factory=dict)
+    machines: Mapping[tuple[str, str], InstanceDetails] = field(default_factory=dict)
     _by_gpu: dict[str, list[int]] = field(init=False, default_factory=dict)
     _orders: dict[str, list[int]] = field(init=False, default_factory=dict)
 
@@ -229,11 +211,11 @@ CAPACITIES: tuple[CapacityType, CapacityType] = ("on-demand", "spot")
 
 
 def build_table(
-    rows: Mapping[Kind, Iterable[Row]],
+    rows: Mapping[InstanceType, Iterable[Row]],
     *,
     label: str = "",
     faults: Iterable[str] = (),
-    machines: Mapping[tuple[str, str], Machine] | None = None,
+    machines: Mapping[tuple[str, str], InstanceDetails] | None = None,
 ) -> OfferTable:
     """Build the columns of *rows*; kinds are identified by cloud, type and GPU."""
     columns = _Columns()
@@ -288,7 +270,7 @@ class _Columns:
         self.spot_starts.append(len(self.spot_rows))
 
 
-def _kind_key(kind: Kind) -> tuple[str, str, str, float, str]:
+def _kind_key(kind: InstanceType) -> tuple[str, str, str, float, str]:
     return kind.cloud, kind.instance_type, kind.gpu_name or "", kind.gpus, repr(kind)
 
 
@@ -298,27 +280,16 @@ def _row_key(row: Row) -> tuple[bool, float, str, str]:
 
 def table_of(offers: Iterable[Offer], *, label: str = "") -> OfferTable:
     """Columns of a list of offers: the nodes of a cluster, the user's own machines, or test data."""
-    rows: dict[Kind, dict[tuple[str, str], Row]] = {}
+    rows: dict[InstanceType, dict[tuple[str, str], Row]] = {}
     for offer in offers:
-        kind = Kind(
-            offer.cloud,
-            offer.instance_type,
-            offer.vcpus,
-            offer.memory_gib,
-            offer.gpu_name,
-            float(offer.gpus),
-            offer.gpu_memory_gb,
-            offer.arch,
-            offer.is_attached,
-        )
         at = (offer.region, offer.zone or "")
-        row = rows.setdefault(kind, {}).get(at, Row(*at, has_on_demand=False))
+        row = rows.setdefault(offer.machine, {}).get(at, Row(*at, has_on_demand=False))
         usd, source = offer.usd_per_hour, offer.price_source
         if offer.capacity_type == "spot":
             row = row._replace(spot_usd=usd, has_spot=True, spot_source=source)
         else:
             row = row._replace(usd=usd, has_on_demand=True, source=source)
-        rows[kind][at] = row
+        rows[offer.machine][at] = row
     return build_table({kind: found.values() for kind, found in rows.items()}, label=label)
 
 

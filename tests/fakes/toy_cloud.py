@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from envscaler_airflow.clouds import Cloud, PriceList
+from envscaler_airflow.clouds import Cloud, PriceSource
 from envscaler_airflow.clouds.base import Fetched, Quote
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.billing import Billing, Tariff
-from envscaler_airflow.planning.table import Kind
+from envscaler_airflow.planning.offers import InstanceType
 
 NAME = "toy.large"
-BIG = Kind("toy", NAME, 4.0, 16.0, "A10G", 1.0, 24.0, "x86_64")
+BIG = InstanceType("toy", NAME, 4.0, 16.0, "A10G", 1.0, 24.0, "x86_64")
 
 
 class ToyPrices:
@@ -37,6 +37,6 @@ def _open(access):
 CLOUD = Cloud(
     name="toy",
     tariff=Tariff(Billing(60.0)),
-    prices=PriceList(open=_open, regions=("toyland-1",), conn_type="toy", conn_id="toy_default"),
+    prices=PriceSource(open=_open, regions=("toyland-1",), conn_type="toy", conn_id="toy_default"),
 )
 USURPER = Cloud(name="aws")

@@ -26,7 +26,7 @@ from envscaler_airflow.clouds.azure import AzurePrices
 from envscaler_airflow.clouds.gcp import GcpPrices
 from envscaler_airflow.clouds.http import Caller
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.planning.table import Kind
+from envscaler_airflow.planning.offers import InstanceType
 
 KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
 AZURE_ITEM = {
@@ -159,7 +159,7 @@ def test_gcp_reads_the_list_of_skus_once(cloud, caller):
         return 200, {"skus": skus, "nextPageToken": "2"}
 
     cloud.answer = answer
-    kind = Kind("gcp", "g2-standard-4", 4, 16, "L4", 1, 24, "x86_64")
+    kind = InstanceType("gcp", "g2-standard-4", 4, 16, "L4", 1, 24, "x86_64")
     feed = GcpPrices(Access(secret="secret", endpoint_url=cloud.url), caller=caller, kinds=[kind])
 
     prices = [quote.usd for region in ("us-central1", "us-east1") for quote in feed.fetch(region).quotes]
@@ -335,7 +335,7 @@ def test_aws_list_spot_types_zones_and_risks(cloud, caller):
         ("g5.xlarge", "us-east-1", "", "on-demand", "1y"): 0.503,
         ("g5.xlarge", "us-east-1", "us-east-1a", "spot", ""): 0.35,
     }
-    assert got.kinds == (Kind("aws", "g5.xlarge", 4, 16, "A10G", 1, 24, "x86_64"),)
+    assert got.kinds == (InstanceType("aws", "g5.xlarge", 4, 16, "A10G", 1, 24, "x86_64"),)
     assert got.zones == {"g5.xlarge": ("us-east-1a",)}
     assert got.risks == {"g5.xlarge": 5}
     assert seen.count("AWSPriceListService.GetProducts") == 2
@@ -405,7 +405,7 @@ def test_moto_answers_types_and_offerings_as_aws_does(cloud, caller):
 
     by_name = {kind.instance_type: kind for kind in kinds}
     assert len(by_name) > 500
-    assert by_name["g4dn.xlarge"] == Kind("aws", "g4dn.xlarge", 4, 16, "T4", 1, 16, "x86_64")
+    assert by_name["g4dn.xlarge"] == InstanceType("aws", "g4dn.xlarge", 4, 16, "T4", 1, 16, "x86_64")
     assert by_name["p4d.24xlarge"].gpu_name == "A100"
     assert machines["p4d.24xlarge"][:4] == (400.0, 400.0, 8000.0, "Intel, 3 GHz")
     assert machines["m5.large"][:4] == (0.75, 10.0, 0.0, "Intel, 3.1 GHz")
@@ -460,7 +460,7 @@ def test_the_shell_refreshes_and_plans_on_it(cloud, tmp_path, monkeypatch):
     ) in plan.output
     assert "refresh failed 0.0 h ago" in json.loads(offers.stdout)["label"]
     assert "aws us-east-1 0.0 h old (refresh failed" in shown.output
-    assert PriceCache(tmp_path).book("aws", "us-east-1").prices
+    assert PriceCache(tmp_path).price_list("aws", "us-east-1").prices
     assert packaged().label in shown.output
 
 
@@ -478,12 +478,12 @@ def test_the_hook_asks_as_the_connection_says(cloud, tmp_path, monkeypatch):
     monkeypatch.setattr(CloudPricingHook, "get_connection", classmethod(lambda _, name: known[name]))
     cloud.answer = aws_answer([])
 
-    (book,) = CloudPricingHook("aws", cache=str(tmp_path)).refresh(["us-east-1"])
+    (price_list,) = CloudPricingHook("aws", cache=str(tmp_path)).refresh(["us-east-1"])
     ok, words = CloudPricingHook("aws").test_connection()
     feed = CloudPricingHook("gcp", "g").get_conn()
 
-    assert book.error is None
-    assert len(book.prices) == 3
+    assert price_list.error is None
+    assert len(price_list.prices) == 3
     assert (ok, words) == (True, "3 prices of aws us-east-1")
     assert feed._caller.headers == {"X-Goog-Api-Key": "k"}
     with pytest.raises(SpecError, match="prices are read from aws, azure, gcp"):

@@ -14,7 +14,7 @@ from envscaler_airflow.backends.kubernetes.manifests import (
 from envscaler_airflow.backends.kubernetes.scheduling import BY_GPU, SPOT, UNLABELLED, borne_taints
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import Accelerator, slice_name
-from envscaler_airflow.catalog.nodes import GIB, ClusterNode, node_price, read_node
+from envscaler_airflow.catalog.nodes import GIB, ClusterNode, Price, highest, node_price, read_node
 from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.planning.offers import CapacityType, Offer
 from envscaler_airflow.planning.table import OfferTable
@@ -24,8 +24,8 @@ _FOR_OTHERS = ("node-role.kubernetes.io/", "virtual-kubelet.io/", "eks.amazonaws
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Nodes with the same properties, to which a pod may be bound.
+class NodeGroup:
+    """What nodes have in common to which a pod of an offer may be bound.
 
     Attributes:
         instance_type: As in an offer.
@@ -43,8 +43,8 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The capacity of one node.
+class Capacity:
+    """What one node has, or what one pod requests of it.
 
     Attributes:
         vcpus, memory_gib: Amounts.
@@ -56,14 +56,6 @@ class Room:
     memory_gib: float
     gpus: int
     of_gpus: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """USD per hour of a whole node, and the source of the price; None is unknown."""
-
-    usd: float | None
-    source: str
 
 
 def derived_offers(
@@ -80,8 +72,8 @@ def derived_offers(
     The price of a kind is the configured one, else the cloud's price for such an instance in *prices*: the
     highest of its nodes' prices, unknown if one of them is.
     """
-    rooms: dict[Kind, Room] = {}
-    costs: dict[Kind, Price] = {}
+    rooms: dict[NodeGroup, Capacity] = {}
+    costs: dict[NodeGroup, list[Price]] = {}
     priced: dict[ClusterNode, Price] = {}
     for node in nodes:
         seen = read_node(node)
@@ -97,9 +89,11 @@ def derived_offers(
             alike = replace(seen, name="", vcpus=0.0, memory_gib=0.0)
             if alike not in priced:
                 priced[alike] = _price(alike, kind, settings, prices)
-            costs[kind] = _dearer(costs.get(kind), priced[alike])
+            costs.setdefault(kind, []).append(priced[alike])
     offers = [
-        offer for kind, room in rooms.items() for offer in _slices(kind, room, settings, price=costs[kind])
+        offer
+        for kind, room in rooms.items()
+        for offer in _slices(kind, room, settings, price=highest(costs[kind]))
     ]
     return tuple(sorted(offers, key=lambda offer: (offer.gpus, offer.vcpus, offer.name)))
 
@@ -110,24 +104,18 @@ def _may_ever_run(node: Mapping[str, Any], seen: ClusterNode) -> bool:
     return seen.runs_linux and not any(str(one.get("key")).startswith(_FOR_OTHERS) for one in taints)
 
 
-def _price(node: ClusterNode, kind: Kind, settings: Settings, prices: Callable[[], OfferTable]) -> Price:
+def _price(node: ClusterNode, kind: NodeGroup, settings: Settings, prices: Callable[[], OfferTable]) -> Price:
     """From the configuration, which may also name a kind without instance type; else from the cloud."""
     named = node if node.instance_type else replace(node, instance_type=kind.instance_type)
     usd, source = node_price(named, prices=None, cluster_prices=settings.usd_per_hour)
     if usd is not None:
-        return Price(usd, "usd_per_hour of the configuration")
+        return usd, "usd_per_hour of the configuration"
     if node.cloud is None or node.instance_type is None:
-        return Price(None, source)
-    return Price(*node_price(node, prices=prices(), cluster_prices={}))
+        return None, source
+    return node_price(node, prices=prices(), cluster_prices={})
 
 
-def _dearer(one: Price | None, other: Price) -> Price:
-    if one is None or one.usd is None:
-        return one or other
-    return other if other.usd is None or other.usd > one.usd else one
-
-
-def _is_addressed(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
+def _is_addressed(node: Mapping[str, Any], kind: NodeGroup, settings: Settings) -> bool:
     """False for a spot node without the one label by which this configuration requests spot."""
     if settings.provider is None or kind.capacity_type == "on-demand":
         return True
@@ -135,8 +123,8 @@ def _is_addressed(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bo
     return bool(labels.get(mark.key) == mark.value)
 
 
-def _least(one: Room, other: Room) -> Room:
-    return Room(
+def _least(one: Capacity, other: Capacity) -> Capacity:
+    return Capacity(
         min(one.vcpus, other.vcpus),
         min(one.memory_gib, other.memory_gib),
         min(one.gpus, other.gpus),
@@ -144,28 +132,30 @@ def _least(one: Room, other: Room) -> Room:
     )
 
 
-def kinds_of(node: Mapping[str, Any]) -> dict[Kind, Room]:
+def kinds_of(node: Mapping[str, Any]) -> dict[NodeGroup, Capacity]:
     """The kinds of this node by GPU resource, and the capacity for a pod's training in each."""
     seen = read_node(node)
     by_gpu = BY_GPU + seen.gpu_product if seen.gpu_product else UNLABELLED
-    kind = Kind(seen.instance_type or by_gpu, seen.capacity_type, seen.arch, None, seen.region)
+    kind = NodeGroup(seen.instance_type or by_gpu, seen.capacity_type, seen.arch, None, seen.region)
     cpus = round(seen.vcpus - SIDECAR_CPUS, 3)  # whole millicores
     memory = seen.memory_gib - SIDECAR_MEMORY_BYTES / GIB
     if not seen.gpus:
-        return {kind: Room(cpus, memory, 0)}
+        return {kind: Capacity(cpus, memory, 0)}
     total = sum(one.count * one.of_gpu for one in seen.gpus)
     return {
-        replace(kind, gpu=replace(gpu, count=0)): Room(
+        replace(kind, gpu=replace(gpu, count=0)): Capacity(
             cpus, memory, gpu.count, gpu.count * gpu.of_gpu / total
         )
         for gpu in seen.gpus
     }
 
 
-def whole_of(node: Mapping[str, Any], resource: str | None) -> Room:
+def whole_of(node: Mapping[str, Any], resource: str | None) -> Capacity:
     """The capacity of this node for all pods when it is empty; *resource* is that of their GPUs."""
     seen = read_node(node)
-    return Room(seen.vcpus, seen.memory_gib, sum(one.count for one in seen.gpus if one.resource == resource))
+    return Capacity(
+        seen.vcpus, seen.memory_gib, sum(one.count for one in seen.gpus if one.resource == resource)
+    )
 
 
 def is_usable(node: Mapping[str, Any]) -> bool:
@@ -173,7 +163,7 @@ def is_usable(node: Mapping[str, Any]) -> bool:
     return read_node(node).is_usable
 
 
-def is_borne(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
+def is_borne(node: Mapping[str, Any], kind: NodeGroup, settings: Settings) -> bool:
     """True when pods of such an offer tolerate every taint that keeps others off the node."""
     ours = borne_taints(settings, has_gpus=kind.gpu is not None, is_spot=kind.capacity_type == "spot")
     taints = (node.get("spec") or {}).get("taints") or ()
@@ -184,7 +174,7 @@ def is_borne(node: Mapping[str, Any], kind: Kind, settings: Settings) -> bool:
     )
 
 
-def _slices(kind: Kind, room: Room, settings: Settings, *, price: Price) -> list[Offer]:
+def _slices(kind: NodeGroup, room: Capacity, settings: Settings, *, price: Price) -> list[Offer]:
     gpu = kind.gpu
     full = room.gpus / room.of_gpus if gpu is not None else math.floor(room.vcpus)
     whole = Offer(
@@ -197,8 +187,8 @@ def _slices(kind: Kind, room: Room, settings: Settings, *, price: Price) -> list
         gpu_name=None if gpu is None else gpu.name,
         gpus=room.gpus,
         gpu_memory_gb=None if gpu is None else gpu.memory_gb,
-        usd_per_hour=price.usd,
-        price_source=price.source,
+        usd_per_hour=price[0],
+        price_source=price[1],
         arch=kind.arch,
     )
     unit = "cpu" if gpu is None else slice_name(gpu.resource)

@@ -5,7 +5,7 @@ import pytest
 from envscaler_airflow.catalog import (
     PRICES_AS_OF,
     canonical_gpu,
-    price_rows,
+    listed_offers,
     scaled_price,
     shadow_offer,
 )
@@ -13,15 +13,15 @@ from envscaler_airflow.catalog import (
 
 def test_every_packaged_row_has_a_published_price_and_its_date():
     """No row is free, unknown or without a source."""
-    rows = price_rows()
+    offers = listed_offers()
 
-    assert len(rows) == 81
-    assert len({row.offer.name for row in rows}) == len(rows)
-    for row in rows:
-        assert row.offer.usd_per_hour is not None
-        assert row.offer.usd_per_hour > 0
-        assert row.offer.price_source == f"list price of {PRICES_AS_OF}"
-        assert row.offer.capacity_type == "on-demand"
+    assert len(offers) == 81
+    assert len({offer.name for offer in offers}) == len(offers)
+    for offer in offers:
+        assert offer.usd_per_hour is not None
+        assert offer.usd_per_hour > 0
+        assert offer.price_source == f"list price of {PRICES_AS_OF}"
+        assert offer.capacity_type == "on-demand"
 
 
 def test_a_laptop_is_priced_as_the_nearest_type():

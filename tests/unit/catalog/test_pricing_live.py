@@ -8,14 +8,14 @@ import pytest
 
 from envscaler_airflow.catalog.packaged import pack, unpack
 from envscaler_airflow.catalog.prices import (
-    Book,
     Price,
     PriceCache,
+    PriceList,
     committed_usd,
     known_prices,
     refreshed,
     unanswered,
-    with_books,
+    with_price_lists,
 )
 from envscaler_airflow.catalog.sources import open_catalog
 from envscaler_airflow.clouds.aws import read_machine, read_product, read_type
@@ -25,9 +25,10 @@ from envscaler_airflow.clouds.gcp import read_parts, sum_parts
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning import Requirements
 from envscaler_airflow.planning.market import search
-from envscaler_airflow.planning.table import Kind, Machine, Row, build_table
+from envscaler_airflow.planning.offers import InstanceType
+from envscaler_airflow.planning.table import InstanceDetails, Row, build_table
 
-G5 = Kind("aws", "g5.xlarge", 4, 16, "A10G", 1, 24, "x86_64")
+G5 = InstanceType("aws", "g5.xlarge", 4, 16, "A10G", 1, 24, "x86_64")
 TABLE = build_table(
     {G5: [Row("us-east-1", "us-east-1a", usd=1.006, has_spot=True), Row("eu-west-1", "eu-west-1a")]},
     label="packaged",
@@ -50,7 +51,7 @@ def refresh(last, *quotes, now=HOUR, **more):
 
 def test_live_prices_stand_over_the_snapshot_with_their_date():
     """On demand for the region, spot for the zone; a price that the feed lacks stays unknown."""
-    table = with_books(TABLE, [refresh(None, LISTED, SPOT)])
+    table = with_price_lists(TABLE, [refresh(None, LISTED, SPOT)])
 
     offers = {offer.name: (offer.usd_per_hour, offer.price_source) for offer in table.offers()}
     assert offers["aws/us-east-1/us-east-1a/g5.xlarge/on-demand"] == (1.1, "AWS, 1970-01-01 01:00 UTC")
@@ -60,11 +61,11 @@ def test_live_prices_stand_over_the_snapshot_with_their_date():
 
 def test_a_failure_keeps_the_last_good_prices_and_says_their_age():
     """The prices are three hours old, and the reason is named."""
-    book = unanswered(refresh(None, LISTED), "aws", "us-east-1", "AWS pricing answered 403", now=4 * HOUR)
+    listed = unanswered(refresh(None, LISTED), "aws", "us-east-1", "AWS pricing answered 403", now=4 * HOUR)
 
-    offers = [offer.usd_per_hour for offer in with_books(TABLE, [book]).offers()]
+    offers = [offer.usd_per_hour for offer in with_price_lists(TABLE, [listed]).offers()]
     assert 1.1 in offers
-    assert book.words(4 * HOUR) == (
+    assert listed.words(4 * HOUR) == (
         "aws us-east-1 3.0 h old (refresh failed 0.0 h ago: AWS pricing answered 403; "
         "the last good prices are kept)"
     )
@@ -73,36 +74,38 @@ def test_a_failure_keeps_the_last_good_prices_and_says_their_age():
 
 def test_prices_that_the_newest_answer_left_out_go_on_and_are_said_to_be_older():
     """The price list is fresh, but a spot price that is no longer quoted is not."""
-    book = refresh(refresh(None, LISTED, SPOT), LISTED, now=49 * HOUR)
+    listed = refresh(refresh(None, LISTED, SPOT), LISTED, now=49 * HOUR)
 
-    sources = {offer.price_source for offer in with_books(TABLE, [book]).offers() if offer.usd_per_hour}
+    sources = {
+        offer.price_source for offer in with_price_lists(TABLE, [listed]).offers() if offer.usd_per_hour
+    }
     assert sources == {"AWS, 1970-01-03 01:00 UTC", "AWS, 1970-01-01 01:00 UTC"}
-    assert book.words(49 * HOUR) == (
+    assert listed.words(49 * HOUR) == (
         "aws us-east-1 0.0 h old (1 prices are older: the newest answer left them out)"
     )
-    assert Book.from_dict(book.to_dict()) == book
-    assert "older" not in refresh(book, LISTED, SPOT, now=50 * HOUR).words(50 * HOUR)
+    assert PriceList.from_dict(listed.to_dict()) == listed
+    assert "older" not in refresh(listed, LISTED, SPOT, now=50 * HOUR).words(50 * HOUR)
 
 
 @pytest.mark.parametrize("usd", [1.1 * 5.01, 1.1 / 5.01, 0.00001])
-def test_a_price_that_leaps_is_in_quarantine_and_the_last_one_goes_on(usd):
+def test_an_outlier_is_in_quarantine_and_the_last_one_goes_on(usd):
     """More than five times the last one, or less than a fifth of it."""
-    book = refresh(refresh(None, LISTED), LISTED._replace(usd=usd), now=2 * HOUR)
+    listed = refresh(refresh(None, LISTED), LISTED._replace(usd=usd), now=2 * HOUR)
 
-    assert book.prices == {LISTED.key: Price(1.1, HOUR)}
-    assert book.quarantined == {LISTED.key: usd}
-    assert "1 prices leapt and are in quarantine" in book.words(2 * HOUR)
-    assert refresh(book, LISTED._replace(usd=usd), now=3 * HOUR, trust_leaps=True).prices == {
+    assert listed.prices == {LISTED.key: Price(1.1, HOUR)}
+    assert listed.quarantined == {LISTED.key: usd}
+    assert "1 outliers are in quarantine" in listed.words(2 * HOUR)
+    assert refresh(listed, LISTED._replace(usd=usd), now=3 * HOUR, trust_outliers=True).prices == {
         LISTED.key: Price(usd, 3 * HOUR)
     }
 
 
 def test_a_first_price_is_held_against_the_snapshot_and_spot_against_on_demand():
     """A spot price of $0.00001 for a machine of $1.1 is not valid."""
-    book = refresh(None, LISTED._replace(usd=10.0), SPOT)
+    listed = refresh(None, LISTED._replace(usd=10.0), SPOT)
     odd = refresh(None, LISTED, SPOT._replace(usd=0.00001))
 
-    assert book.quarantined == {LISTED.key: 10.0}
+    assert listed.quarantined == {LISTED.key: 10.0}
     assert odd.quarantined == {SPOT.key: 0.00001}
     assert set(odd.prices) == {LISTED.key}
 
@@ -122,18 +125,18 @@ def test_quarantine_outlives_restarts_and_gradual_changes_do_not_enter_it(tmp_pa
     seen = []
     for number, usd in enumerate(prices):
         cache = PriceCache(tmp_path)  # a new process
-        book = cache.refresh(
+        listed = cache.refresh(
             Feed(fetched(LISTED._replace(usd=usd))), "us-east-1", clock=lambda at=number: at * day
         )
-        seen.append((book.prices[LISTED.key].usd, book.quarantined.get(LISTED.key)))
+        seen.append((listed.prices[LISTED.key].usd, listed.quarantined.get(LISTED.key)))
 
     assert seen == [(1.1, None), (1.1, 50.0), (1.1, 50.0), (4.0, None), (15.0, None)]
-    assert PriceCache(tmp_path).book("aws", "us-east-1").prices[LISTED.key] == Price(15.0, 4 * day)
+    assert PriceCache(tmp_path).price_list("aws", "us-east-1").prices[LISTED.key] == Price(15.0, 4 * day)
 
 
 def test_spot_dearer_than_on_demand_is_a_price_and_not_chosen():
     """It happens when a zone is short of capacity; five times more is an outlier."""
-    table = with_books(TABLE, [refresh(None, LISTED, SPOT._replace(usd=2.0))])
+    table = with_price_lists(TABLE, [refresh(None, LISTED, SPOT._replace(usd=2.0))])
 
     chosen = search(Requirements(gpus=1, region="us-east-1"), table).chosen
 
@@ -143,14 +146,14 @@ def test_spot_dearer_than_on_demand_is_a_price_and_not_chosen():
 
 def test_new_machines_and_zones_become_offers():
     """A type that the snapshot lacks, in the zones that the cloud names."""
-    new = Kind("aws", "g9.xlarge", 8, 32, "B200", 1, 180, "x86_64")
+    new = InstanceType("aws", "g9.xlarge", 8, 32, "B200", 1, 180, "x86_64")
     zones = {"g9.xlarge": ("us-east-1b", "us-east-1c"), "g5.xlarge": ("us-east-1a", "us-east-1d")}
     quotes = (LISTED, LISTED._replace(instance_type="g9.xlarge", usd=9.0))
-    book = refreshed(
+    listed = refreshed(
         None, fetched(*quotes, kinds=(new,), zones=zones, risks={"g9.xlarge": 5}), now=0, known={}
     )
 
-    table = with_books(TABLE, [Book.from_dict(json.loads(json.dumps(book.to_dict())))])
+    table = with_price_lists(TABLE, [PriceList.from_dict(json.loads(json.dumps(listed.to_dict())))])
 
     names = [offer.name for offer in table.offers() if offer.usd_per_hour is not None]
     assert sorted(names) == [
@@ -165,9 +168,9 @@ def test_new_machines_and_zones_become_offers():
 def test_zones_that_become_known_replace_the_row_without_one():
     """Otherwise an offer of the whole region would be counted twice."""
     table = build_table({G5: [Row("us-east-1", usd=1.006)]})
-    book = refreshed(None, fetched(LISTED, zones={"g5.xlarge": ("us-east-1a",)}), now=0, known={})
+    listed = refreshed(None, fetched(LISTED, zones={"g5.xlarge": ("us-east-1a",)}), now=0, known={})
 
-    assert [offer.name for offer in with_books(table, [book]).offers()] == [
+    assert [offer.name for offer in with_price_lists(table, [listed]).offers()] == [
         "aws/us-east-1/us-east-1a/g5.xlarge/on-demand"
     ]
 
@@ -223,7 +226,7 @@ def test_the_shelf_goes_through_good_and_bad_days(tmp_path, monkeypatch):
     assert search(need, torn).chosen.usd_per_hour == 1.006
     assert torn.label.startswith(f"packaged; the live prices in {tmp_path} are torn or of another version")
     (tmp_path / "prices-aws-us-east-1.json").write_text("{")
-    assert cache.books() == []
+    assert cache.price_lists() == []
 
 
 def test_a_shelf_that_cannot_be_written_says_where(tmp_path):
@@ -242,8 +245,8 @@ def test_committed_prices_are_kept_for_reports_alone(tmp_path):
         LISTED._replace(usd=0.6, commitment="1y"),
     )
     cache = PriceCache(tmp_path)
-    book = cache.refresh(Feed(fetched(*quotes)), "us-east-1", clock=lambda: 0)
-    offers = {offer.name: offer for offer in with_books(TABLE, [book]).offers()}
+    listed = cache.refresh(Feed(fetched(*quotes)), "us-east-1", clock=lambda: 0)
+    offers = {offer.name: offer for offer in with_price_lists(TABLE, [listed]).offers()}
     here = "aws/us-east-1/us-east-1a/g5.xlarge"
 
     found = cache.commitments(
@@ -322,7 +325,7 @@ def test_aws_machines_have_canonical_gpus():
         "GpuInfo": {"Gpus": [{"Name": "A100", "Count": 8, "MemoryInfo": {"SizeInMiB": 81920}}]},
     }
 
-    assert read_type(item) == Kind("aws", "p4de.24xlarge", 96, 1152, "A100-80GB", 8, 80, "x86_64")
+    assert read_type(item) == InstanceType("aws", "p4de.24xlarge", 96, 1152, "A100-80GB", 8, 80, "x86_64")
     assert read_type({**item, "ProcessorInfo": {"SupportedArchitectures": ["i386"]}}) is None
 
 
@@ -335,8 +338,8 @@ def test_aws_machines_tell_network_disks_and_processor():
         "ProcessorInfo": {"Manufacturer": "Intel", "SustainedClockSpeedInGhz": 3.0},
     }
 
-    assert read_machine(item, source="s") == Machine(400.0, 800.0, 8000.0, "Intel, 3 GHz", "s")
-    assert read_machine({"InstanceStorageSupported": False}, source="s") == Machine(
+    assert read_machine(item, source="s") == InstanceDetails(400.0, 800.0, 8000.0, "Intel, 3 GHz", "s")
+    assert read_machine({"InstanceStorageSupported": False}, source="s") == InstanceDetails(
         None, None, 0.0, None, "s"
     )
 
@@ -351,37 +354,37 @@ def test_a_strange_fact_is_unknown(strange):
         "ProcessorInfo": {"SustainedClockSpeedInGhz": strange},
     }
 
-    assert read_machine(item, source="s") == Machine(source="s")
+    assert read_machine(item, source="s") == InstanceDetails(source="s")
 
 
 def test_facts_of_a_feed_stand_over_the_snapshot_and_outlive_a_failure():
     """They are cached with the prices, and packed with the catalog."""
     packed = build_table(
-        {G5: [Row("us-east-1", "us-east-1a")]}, machines={("aws", "g5.xlarge"): Machine(1.0)}
+        {G5: [Row("us-east-1", "us-east-1a")]}, machines={("aws", "g5.xlarge"): InstanceDetails(1.0)}
     )
-    live = Machine(2.5, 10.0, 250.0, "AMD, 3.3 GHz", "DescribeInstanceTypes")
-    book = refreshed(None, fetched(LISTED, machines={"g5.xlarge": live}), now=0, known={})
-    later = refreshed(book, fetched(LISTED), now=HOUR, known={})
+    live = InstanceDetails(2.5, 10.0, 250.0, "AMD, 3.3 GHz", "DescribeInstanceTypes")
+    listed = refreshed(None, fetched(LISTED, machines={"g5.xlarge": live}), now=0, known={})
+    later = refreshed(listed, fetched(LISTED), now=HOUR, known={})
 
-    table = with_books(packed, [Book.from_dict(json.loads(json.dumps(later.to_dict())))])
+    table = with_price_lists(packed, [PriceList.from_dict(json.loads(json.dumps(later.to_dict())))])
 
     dated = live._replace(source="DescribeInstanceTypes, 1970-01-01")
     assert table.machines == {("aws", "g5.xlarge"): dated}
     assert unpack(pack(table)).machines == {("aws", "g5.xlarge"): dated}
-    assert with_books(packed, []).machines == {("aws", "g5.xlarge"): Machine(1.0)}
+    assert with_price_lists(packed, []).machines == {("aws", "g5.xlarge"): InstanceDetails(1.0)}
 
 
 def test_what_a_feed_does_not_tell_of_a_machine_stays_known():
     """A fact that is missing in an answer is unchanged; both sources are named."""
-    old = Machine(1.0, 10.0, 250.0, "AMD, 3.3 GHz", "snapshot")
+    old = InstanceDetails(1.0, 10.0, 250.0, "AMD, 3.3 GHz", "snapshot")
     packed = build_table({G5: [Row("us-east-1", "us-east-1a")]}, machines={("aws", "g5.xlarge"): old})
 
     def joined(live):
-        book = refreshed(None, fetched(LISTED, machines={"g5.xlarge": live}), now=0, known={})
-        return with_books(packed, [book]).machines["aws", "g5.xlarge"]
+        listed = refreshed(None, fetched(LISTED, machines={"g5.xlarge": live}), now=0, known={})
+        return with_price_lists(packed, [listed]).machines["aws", "g5.xlarge"]
 
-    assert joined(Machine(source="feed")) == old
-    assert joined(Machine(2.5, source="feed")) == Machine(
+    assert joined(InstanceDetails(source="feed")) == old
+    assert joined(InstanceDetails(2.5, source="feed")) == InstanceDetails(
         2.5, 10.0, 250.0, "AMD, 3.3 GHz", "feed, 1970-01-01; snapshot"
     )
 
@@ -462,7 +465,7 @@ def test_a_gcp_price_of_no_list_of_regions_is_none(regions):
 def test_gcp_machines_cost_the_sum_of_their_parts():
     """Eight cores, 30 GiB and two V100 of $2.48: $5.34; no spot price where a part has none."""
     parts, strange = read_parts(GCP, "us-central1")
-    host = Kind("gcp", "n1-standard-8", 8, 30, arch="x86_64")
+    host = InstanceType("gcp", "n1-standard-8", 8, 30, arch="x86_64")
     with_gpu = host._replace(gpu_name="V100", gpus=2.0, is_attached=True)
 
     quotes = [*sum_parts(host, "us-central1", parts), *sum_parts(with_gpu, "us-central1", parts)]
@@ -473,5 +476,5 @@ def test_gcp_machines_cost_the_sum_of_their_parts():
         ("V100:2", "on-demand", 5.339998),
     ]
     assert strange == 1
-    assert list(sum_parts(Kind("gcp", "c2-standard-4", 4, 16), "us-central1", parts)) == []
-    assert list(sum_parts(Kind("gcp", "e2-micro", 2, 1), "us-central1", parts)) == []
+    assert list(sum_parts(InstanceType("gcp", "c2-standard-4", 4, 16), "us-central1", parts)) == []
+    assert list(sum_parts(InstanceType("gcp", "e2-micro", 2, 1), "us-central1", parts)) == []

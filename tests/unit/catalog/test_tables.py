@@ -13,7 +13,8 @@ from envscaler_airflow.catalog.sources import open_catalog, read_scope
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.planning import Requirements
 from envscaler_airflow.planning.market import Scope, Search, search
-from envscaler_airflow.planning.table import Kind, Row, build_table
+from envscaler_airflow.planning.offers import InstanceType
+from envscaler_airflow.planning.table import Row, build_table
 
 HEAD = ",".join(COLUMNS)
 G5 = "aws,us-east-1,us-east-1a,g5.xlarge,4.0,16.0,A10G,1.0,22.35,1.006,0.4,x86_64,>20%,list,derived-2025"
@@ -245,7 +246,7 @@ def test_an_offer_that_is_listed_twice_has_the_first_lines_price(tmp_path):
 def test_a_table_may_have_more_places_than_a_short_number_counts(tmp_path):
     """66,000 regions of one type."""
     rows = {
-        Kind("own", "box", 4, 16): [
+        InstanceType("own", "box", 4, 16): [
             Row(f"r{number}", usd=1.0, source=f"s{number}") for number in range(66_000)
         ]
     }

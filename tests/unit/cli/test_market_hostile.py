@@ -251,7 +251,7 @@ def test_two_refreshes_at_once_lose_neither(cache):
 
     index = json.loads((cache / "catalog.json").read_text())
     assert [process.exitcode for process in found] == [0, 0, 0]
-    assert sorted(book["region"] for book in index["books"]) == sorted(regions)
+    assert sorted(price_list["region"] for price_list in index["price_lists"]) == sorted(regions)
     assert not list(cache.glob("*.new"))
 
 
@@ -299,7 +299,7 @@ def test_a_refresh_that_is_killed_keeps_what_it_had(cache, monkeypatch):
         )
 
     index = json.loads((cache / "catalog.json").read_text())
-    assert [book["region"] for book in index["books"]] == ["us-east-1"]
+    assert [price_list["region"] for price_list in index["price_lists"]] == ["us-east-1"]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_a_cloud_without_a_key_does_not_hold_up_the_others(cache, monkeypatch):
     got = CliRunner().invoke(main, words)
 
     is_refused(got, "Error: gcp: set ENVSCALER_GCP_API_KEY")
-    assert len(PriceCache(cache).books()) == 3
+    assert len(PriceCache(cache).price_lists()) == 3
 
 
 def test_what_a_killed_refresh_left_half_written_is_written_over(cache):
@@ -369,11 +369,11 @@ def test_what_a_killed_refresh_left_half_written_is_written_over(cache):
     torn = cache / "prices-aws-us-east-1.json.new"
     torn.write_text('{"cloud": "a')
 
-    assert PriceCache(cache).books() == []
+    assert PriceCache(cache).price_lists() == []
     PriceCache(cache).refresh(Feed(), "us-east-1", clock=lambda: 0.0)
 
     assert not torn.exists()
-    assert [book.region for book in PriceCache(cache).books()] == ["us-east-1"]
+    assert [price_list.region for price_list in PriceCache(cache).price_lists()] == ["us-east-1"]
 
 
 @pytest.mark.parametrize("command", [["offers"], ["plan", "--job", "list"], ["catalog", "show"]])

@@ -63,8 +63,8 @@ def test_a_cloud_of_another_package_is_refreshed_and_planned_with(shell, tmp_pat
     planned = shell("plan", "-f", "s.yaml", "--clouds", "toy", "--json")
 
     assert refreshed.returncode == 0, refreshed.stderr
-    (book,) = json.loads(refreshed.stdout)["books"]
-    assert (book["region"], book["source"], len(book["prices"])) == ("toyland-1", "Toy price list", 2)
+    (found,) = json.loads(refreshed.stdout)["price_lists"]
+    assert (found["region"], found["source"], len(found["prices"])) == ("toyland-1", "Toy price list", 2)
     assert planned.returncode == 0, planned.stderr
     (first,) = json.loads(planned.stdout)["candidates"]
     assert (first["name"], first["usd_per_hour"]) == ("toy/toyland-1/toyland-1-a/toy.large/on-demand", 0.05)
@@ -91,11 +91,11 @@ def test_a_cloud_of_another_package_is_asked_by_the_hook(installed, tmp_path, mo
     )
 
     hook = CloudPricingHook("toy", cache=str(tmp_path))
-    (book,) = hook.refresh(["toyland-2"])
+    (price_list,) = hook.refresh(["toyland-2"])
 
     asked_with = Access(login="me", secret="key", endpoint_url="http://localhost:1", verify=False)
     assert hook.get_conn().access == asked_with
-    assert {price.usd for price in book.prices.values()} == {0.05, 0.01}
+    assert {price.usd for price in price_list.prices.values()} == {0.05, 0.01}
     assert hook.test_connection() == (True, "2 prices of toy toyland-1")
 
 
@@ -149,7 +149,7 @@ def test_the_facts_of_clouds_need_no_sdk():
 
 def test_gcp_without_a_key_says_where_to_put_it():
     """A fake of the cloud needs none."""
-    gcp = clouds.price_lists()["gcp"]
+    gcp = clouds.price_sources()["gcp"]
 
     with pytest.raises(SpecError, match="ENVSCALER_GCP_API_KEY"):
         gcp.open(Access())

@@ -21,15 +21,9 @@ from envscaler_airflow.planning import (
 from envscaler_airflow.planning.billing import Billing
 from envscaler_airflow.planning.data import GIB_PER_S, DataPlace
 from envscaler_airflow.planning.market import Search, search
+from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.stockouts import FIRST_S, LONGEST_S, QUOTA_S, StockOut, against, classify, met
-from envscaler_airflow.planning.table import (
-    ANY_RATE_PER_HOUR,
-    RATES_PER_HOUR,
-    Kind,
-    Row,
-    build_table,
-    table_of,
-)
+from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, RATES_PER_HOUR, Row, build_table, table_of
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.stockouts import FOLDER, forget, remember, stockouts
 
@@ -319,7 +313,7 @@ def test_what_may_be_moved_to_has_fleets_where_they_are_asked_for():
 def test_the_risk_of_a_spot_part_is_that_of_its_place():
     """The row's own range is used where it is known."""
     rows = {
-        Kind("aws", "g5.xlarge", 4, 16, "A10G", 1, 24): [
+        InstanceType("aws", "g5.xlarge", 4, 16, "A10G", 1, 24): [
             Row("r", "a", 1.0, 0.4, risk=5),
             Row("r", "b", 1.0, 0.4),
         ]

@@ -15,7 +15,8 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Goal, Requirements, Work
 from envscaler_airflow.planning.jobs import Footprint, Job, job_model, known_steps
 from envscaler_airflow.planning.market import Search, search
-from envscaler_airflow.planning.table import Kind, Row, build_table
+from envscaler_airflow.planning.offers import InstanceType
+from envscaler_airflow.planning.table import Row, build_table
 from envscaler_airflow.planning.throughput import Gpu, Step, Timing, fit_step, minimise, roofline_s
 
 OLD = Gpu("OLD", 16, 300, {"fp32": 10, "fp16": 60}, 32)
@@ -29,7 +30,7 @@ SMALL = Job(
 
 def kind(gpu="OLD", gpus=1, vcpus=64.0):
     """A machine with GPUs of GPUS."""
-    return Kind("c", f"{gpu}x{gpus}", vcpus, 64, gpu, gpus, GPUS[gpu].memory_gb)
+    return InstanceType("c", f"{gpu}x{gpus}", vcpus, 64, gpu, gpus, GPUS[gpu].memory_gb)
 
 
 def test_a_step_is_computing_and_synchronising():
@@ -103,8 +104,8 @@ def test_a_job_moves_to_another_gpu_by_its_datasheet():
     assert (old.source, new.source) == ("fitted", "datasheet")
     assert new.mean > 2 * old.mean
     assert new.relative_stdev > old.relative_stdev
-    assert model(Kind("c", "cpu", 8, 32), 1) is None
-    assert model(Kind("c", "odd", 8, 32, "ODD", 1, 16), 1) is None
+    assert model(InstanceType("c", "cpu", 8, 32), 1) is None
+    assert model(InstanceType("c", "odd", 8, 32, "ODD", 1, 16), 1) is None
 
 
 def test_uncertainty_grows_with_the_distance_from_what_was_measured():
@@ -160,7 +161,7 @@ def test_memory_is_weights_gradients_optimiser_and_activations():
 def test_a_7b_full_fine_tune_is_not_put_on_a_t4():
     """112 GB of parameters and state do not fit on eight; its LoRA fits on one L4."""
     full, lora = job("llm-7b-full"), job("llm-7b-lora")
-    t4 = Kind("aws", "g4dn.metal", 96, 384, "T4", 8, 16, "x86_64")
+    t4 = InstanceType("aws", "g4dn.metal", 96, 384, "T4", 8, 16, "x86_64")
     l4, a100 = (
         t4._replace(gpu_name="L4", gpus=1, gpu_memory_gb=24),
         t4._replace(gpu_name="A100-80GB", gpu_memory_gb=80),
@@ -178,7 +179,7 @@ def test_a_7b_full_fine_tune_is_not_put_on_a_t4():
 
 def test_a_host_without_memory_for_its_gpus_is_refused():
     """Four processes do not start in 3.6 GiB."""
-    host = Kind("gcp", "n1-highcpu-4", 4, 3.6, "T4", 4, 16)
+    host = InstanceType("gcp", "n1-highcpu-4", 4, 3.6, "T4", 4, 16)
 
     misfit = job_model(job("bert-base-finetune"), gpu_facts()).misfit(host, 1)
 
@@ -188,9 +189,9 @@ def test_a_host_without_memory_for_its_gpus_is_refused():
 def test_a_plan_with_a_job_compares_types_and_numbers():
     """The model that does not fit is rejected with its reason; nodes x type are alternatives (feature B4)."""
     rows = {
-        Kind("aws", "g4dn.metal", 96, 384, "T4", 8, 16): [Row("r", usd=1.0)],
-        Kind("aws", "p4de", 96, 1152, "A100-80GB", 8, 80): [Row("r", usd=27.0)],
-        Kind("aws", "p5", 192, 2048, "H100", 8, 80): [Row("r", usd=55.0)],
+        InstanceType("aws", "g4dn.metal", 96, 384, "T4", 8, 16): [Row("r", usd=1.0)],
+        InstanceType("aws", "p4de", 96, 1152, "A100-80GB", 8, 80): [Row("r", usd=27.0)],
+        InstanceType("aws", "p5", 192, 2048, "H100", 8, 80): [Row("r", usd=55.0)],
     }
     model = job_model(job("llm-7b-full"), gpu_facts())
     how = Search(speed_of=model, misfit_of=model.misfit, explain=True)
@@ -210,8 +211,8 @@ def test_a_plan_with_a_job_compares_types_and_numbers():
 def test_an_hour_is_worth_the_cheapest_offer_that_holds_the_job():
     """The T4 machine at $1 does not count for a model that does not fit on it."""
     rows = {
-        Kind("aws", "g4dn.metal", 96, 384, "T4", 8, 16): [Row("r", usd=1.0)],
-        Kind("aws", "p4de", 96, 1152, "A100-80GB", 8, 80): [Row("r", usd=27.0)],
+        InstanceType("aws", "g4dn.metal", 96, 384, "T4", 8, 16): [Row("r", usd=1.0)],
+        InstanceType("aws", "p4de", 96, 1152, "A100-80GB", 8, 80): [Row("r", usd=27.0)],
     }
     model = job_model(job("llm-7b-full"), gpu_facts())
     how = Search(speed_of=model, misfit_of=model.misfit)
@@ -226,7 +227,7 @@ def test_the_library_is_whole():
     assert set(jobs()) >= {"bert-base-finetune", "resnet50-imagenet", "gpt2-124m-train", "llm-7b-lora"}
     for item in jobs().values():
         facts = gpu_facts()[item.reference_gpu]
-        eight = Kind("c", "t", 96, 1000, facts.name, 8, facts.memory_gb)
+        eight = InstanceType("c", "t", 96, 1000, facts.name, 8, facts.memory_gb)
         assert item.source
         assert Job.from_dict(item.to_dict()) == item
         assert job_model(item, gpu_facts())(eight, 1).mean > 0

@@ -4,13 +4,13 @@ import pytest
 from fakes import attempts
 
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.capacity import Need, free_nodes, shortfall
+from envscaler_airflow.backends.kubernetes.capacity import free_nodes, requested, shortfall
 from envscaler_airflow.backends.kubernetes.in_place import (
     is_removable,
     rescale_patch,
 )
 from envscaler_airflow.backends.kubernetes.manifests import render_attempt
-from envscaler_airflow.backends.kubernetes.offers import derived_offers
+from envscaler_airflow.backends.kubernetes.offers import Capacity, derived_offers
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import Allocation, AllocationPart, Offer
@@ -49,8 +49,8 @@ def test_what_runs_before_the_training_asks_for_itself_alone():
     body = pod("200m", "1Gi")
     body["spec"]["initContainers"][0]["resources"]["requests"]["cpu"] = "2"
 
-    assert Need.of(body) == Need(vcpus=2.0, memory_gib=1.25, gpus=0)
-    assert Need.of(pod("200m", "1Gi")).vcpus == pytest.approx(0.3)
+    assert requested(body) == Capacity(vcpus=2.0, memory_gib=1.25, gpus=0)
+    assert requested(pod("200m", "1Gi")).vcpus == pytest.approx(0.3)
 
 
 def test_more_than_all_nodes_can_never_be_had():
