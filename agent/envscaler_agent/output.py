@@ -323,7 +323,7 @@ WRITE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
 """A pipe that polls writable accepts this much without blocking (pipe(7))."""
 
 
-class Pump:
+class OutputCopier:
     """Copies output without ever blocking the wrapper."""
 
     def __init__(self, masker: Masker, patterns: LogPatterns, chunks: Optional[Chunks], out: int) -> None:

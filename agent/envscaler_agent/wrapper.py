@@ -31,7 +31,7 @@ from envscaler_agent.output import (
     READ_BYTES,
     Chunks,
     Masker,
-    Pump,
+    OutputCopier,
     secret_values,
 )
 from envscaler_agent.process import ADDRESS, expand
@@ -214,8 +214,8 @@ class Wrapper:
         self, command: subprocess.Popen[bytes], reading: int, environ: Dict[str, str], masker: Masker
     ) -> int:
         kills_before = oom_kills(os.getpid())
-        pump = self._make_pump(masker)
-        pump.say(self._options.warning)
+        copier = self._make_copier(masker)
+        copier.say(self._options.warning)
         stall = StallWatch(self._start.stall_factor, self._start.stall_min_s)
         self._reporter.set(phase="running", setup_s=round(self._clock() - self._reporter.origin, 3))
         if self._spool is not None and self._options.sampler:
@@ -223,7 +223,7 @@ class Wrapper:
                 interval_s=self._start.sample_interval_s, origin=self._reporter.origin, clock=self._clock
             )
             self._sampler.watch(command.pid, environ)
-        tracker = _Tracker(pump, stall, self._clock())
+        tracker = _Tracker(copier, stall, self._clock())
         self._selector.register(reading, selectors.EVENT_READ)
         next_tick = self._clock()
         while self._code is None:
@@ -232,9 +232,9 @@ class Wrapper:
                 next_tick = self._clock() + self._options.tick_s
                 self._tick(command, tracker)
         self._clean_up(command, reading, tracker)
-        return self._finish(pump, oom_kills(os.getpid()) - kills_before)
+        return self._finish(copier, oom_kills(os.getpid()) - kills_before)
 
-    def _make_pump(self, masker: Masker) -> Pump:
+    def _make_copier(self, masker: Masker) -> OutputCopier:
         chunks = None
         if self._spool is not None:
             chunks = Chunks(
@@ -244,22 +244,22 @@ class Wrapper:
                 max_age_s=LOG_CHUNK_S,
                 clock=self._clock,
             )
-        return Pump(masker, LogPatterns(self._start.log_patterns), chunks, self._out)
+        return OutputCopier(masker, LogPatterns(self._start.log_patterns), chunks, self._out)
 
     def _turn(
         self, command: subprocess.Popen[bytes], reading: int, tracker: "_Tracker", wait_s: float
     ) -> None:
         """Wait until something happens, and deal with it."""
-        pump = tracker.pump
+        copier = tracker.copier
         out = self._out
-        self._register(out, selectors.EVENT_WRITE, wanted=pump.has_pending)
-        self._register(reading, selectors.EVENT_READ, wanted=pump.has_room and not tracker.is_drained)
+        self._register(out, selectors.EVENT_WRITE, wanted=copier.has_pending)
+        self._register(reading, selectors.EVENT_READ, wanted=copier.has_room and not tracker.is_drained)
         sampled = self._sampler.output if self._sampler is not None else None
         if sampled is not None:
             self._register(sampled, selectors.EVENT_READ, wanted=True)
         ready = self._wait(wait_s)
         if out in ready:
-            pump.write_pending()
+            copier.write_pending()
         if reading in ready:
             self._read_output(reading, tracker)
         if sampled is not None and self._sampler is not None:
@@ -273,7 +273,7 @@ class Wrapper:
         data = os.read(reading, READ_BYTES)
         if not data:
             tracker.is_drained = True
-        elif tracker.pump.take(data):
+        elif tracker.copier.take(data):
             tracker.found = True
 
     def _take_samples(self, sampler: SamplerChild) -> None:
@@ -297,8 +297,8 @@ class Wrapper:
         self._look_at_session(now, tracker)
         self._take_signals(now, command)
         self._press(now, command)
-        self._pass_notice(tracker.pump)
-        tracker.found = tracker.pump.tick() or tracker.found
+        self._pass_notice(tracker.copier)
+        tracker.found = tracker.copier.tick() or tracker.found
         if self._sampler is not None:
             self._sampler.tick(now)
         stalled = tracker.stall.is_stalled(now)
@@ -307,7 +307,7 @@ class Wrapper:
         self._reporter.set(
             phase=self._phase(),
             health="stalled" if stalled else "ok",
-            message=self._message(tracker.pump, note),
+            message=self._message(tracker.copier, note),
         )
         self._reporter.tick()
 
@@ -335,12 +335,12 @@ class Wrapper:
         elif self._term_at is None and self._ask is not None and self._ask.sequence >= 0:
             self._ask = None  # taken back in time
 
-    def _pass_notice(self, pump: Pump) -> None:
+    def _pass_notice(self, copier: OutputCopier) -> None:
         """Add the sidecar's notice to the log."""
         data = self._notice.changed() if self._notice is not None else None
         if data is not None:
             with contextlib.suppress(ProtocolError):
-                pump.say(ex.parse_notice(data)[: 2 * MAX_MESSAGE_CHARS])
+                copier.say(ex.parse_notice(data)[: 2 * MAX_MESSAGE_CHARS])
 
     def _look_at_session(self, now: float, tracker: "_Tracker") -> None:
         data = self._watched[1].changed() if self._watched else None
@@ -431,9 +431,9 @@ class Wrapper:
         self._register(reading, selectors.EVENT_READ, wanted=False)
         os.close(reading)
         tracker.is_drained = True
-        tracker.found = tracker.pump.finish() or tracker.found
+        tracker.found = tracker.copier.finish() or tracker.found
         deadline = self._clock() + DRAIN_S
-        while tracker.pump.has_pending and self._clock() < deadline:
+        while tracker.copier.has_pending and self._clock() < deadline:
             self._turn(command, reading, tracker, 0.05)
         deadline = self._clock() + DRAIN_S
         while process.has_children() and self._clock() < deadline:
@@ -441,20 +441,20 @@ class Wrapper:
         self._look_at_control(self._clock())  # the session may have heard the owner before us
         self._look_at_session(self._clock(), tracker)
 
-    def _finish(self, pump: Pump, kills: int) -> int:
+    def _finish(self, copier: OutputCopier, kills: int) -> int:
         end = self._how_it_ended(max(0, kills))
         if end.code == 0 and end.is_done is not True and not self._signals:
             deadline = self._clock() + TOGETHER_S
             while not self._signals and self._clock() < deadline:
                 self._wait(deadline - self._clock())
             end = self._how_it_ended(max(0, kills))
-        ended, code = tell_end(end, pump.tail())
+        ended, code = tell_end(end, copier.tail())
         self._reporter.set(
             phase="ended",
             ended=ended,
             health="ok",
             cpu_seconds=round(self._orphans_cpu_s, 3),
-            message=self._message(pump, ended.detail),
+            message=self._message(copier, ended.detail),
         )
         return code
 
@@ -476,8 +476,8 @@ class Wrapper:
 
     # -- small things ------------------------------------------------------------------------
 
-    def _message(self, pump: Pump, note: str) -> str:
-        parts = [note, self._report.warning, *self._notes, *pump.problems()]
+    def _message(self, copier: OutputCopier, note: str) -> str:
+        parts = [note, self._report.warning, *self._notes, *copier.problems()]
         text = "; ".join(part for part in parts if part)
         return self._masker.mask(text)[:MAX_MESSAGE_CHARS]
 
@@ -529,8 +529,8 @@ class Wrapper:
 class _Tracker:
     """What the loop carries from turn to turn about one command."""
 
-    def __init__(self, pump: Pump, stall: StallWatch, started_at: float) -> None:
-        self.pump = pump
+    def __init__(self, copier: OutputCopier, stall: StallWatch, started_at: float) -> None:
+        self.copier = copier
         self.stall = stall
         self.is_drained = False
         self.found = False
@@ -540,7 +540,7 @@ class _Tracker:
 
     def merge(self, now: float, report: ex.SessionReport) -> Progress:
         """Return what the session said, completed by what the patterns found and by times."""
-        said, found = report.progress, self.pump.progress()
+        said, found = report.progress, self.copier.progress()
         values = {
             item.name: getattr(said if getattr(said, item.name) is not None else found, item.name)
             for item in fields(Progress)

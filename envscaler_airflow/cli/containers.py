@@ -25,8 +25,8 @@ from envscaler_airflow.images.needs import Here, look_here
 from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.images.resolve import resolve
 from envscaler_airflow.launch import PORT, Launch, Paths, launch_of
-from envscaler_airflow.sidecar.context import Site
-from envscaler_airflow.sidecar.inputs import bring
+from envscaler_airflow.sidecar.context import SidecarContext
+from envscaler_airflow.sidecar.inputs import copy_in
 from envscaler_airflow.sidecar.spool_state import Layout, Memory, Mount, Spool, Who
 from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store.base import Store
@@ -142,20 +142,20 @@ def container_of(
     with tempfile.TemporaryDirectory(
         prefix="envscaler-volumes-", dir=SCRATCH, ignore_cleanup_errors=True
     ) as name:
-        site = _lay_out(launch.paths, Path(name), store)
+        context = _lay_out(launch.paths, Path(name), store)
         container = Container(
             env={**launch.env, **secrets},
-            mounts=(*_volume_mounts(launch.paths, site), *_kept_folders(launch.paths, folder)),
+            mounts=(*_volume_mounts(launch.paths, context), *_kept_folders(launch.paths, folder)),
             cpus=need.limits.cpu_cores,
             memory_bytes=need.limits.memory_bytes,
             shm_bytes=need.shm_bytes,
             gpus=need.requests.gpu_count,
         )
-        volumes = WriteBack(site)
-        yield container, lambda: site.patiently(volumes.flush, what="volumes")
+        volumes = WriteBack(context)
+        yield container, lambda: context.patiently(volumes.flush, what="volumes")
 
 
-def _lay_out(paths: Paths, scratch: Path, store: Store) -> Site:
+def _lay_out(paths: Paths, scratch: Path, store: Store) -> SidecarContext:
     """The sidecar's own surroundings, with what is copied in."""
     mounts = tuple(
         Mount(
@@ -168,19 +168,19 @@ def _lay_out(paths: Paths, scratch: Path, store: Store) -> Site:
         if volume.is_copied
     )
     spool = Spool(scratch / ".spool")
-    site = Site(spool, store, Who(1, 1, 0, 1), Layout(mounts=mounts), Memory(spool))
+    context = SidecarContext(spool, store, Who(1, 1, 0, 1), Layout(mounts=mounts), Memory(spool))
     for mount in mounts:
-        bring(site, mount)
+        copy_in(context, mount)
         for item in (Path(mount.path), *Path(mount.path).rglob("*")):  # the image's user is another than ours
             if not item.is_symlink():
                 rights = 0o555 if item.is_dir() else 0o444
                 item.chmod(item.stat().st_mode | (rights if mount.read_only else rights | 0o222))
-    WriteBack(site).mark()
-    return site
+    WriteBack(context).mark()
+    return context
 
 
-def _volume_mounts(paths: Paths, site: Site) -> list[tuple[str, str, bool]]:
-    copies = {mount.name: mount.path for mount in site.layout.mounts}
+def _volume_mounts(paths: Paths, context: SidecarContext) -> list[tuple[str, str, bool]]:
+    copies = {mount.name: mount.path for mount in context.layout.mounts}
     found = []
     for volume in paths.volumes:
         source = volume.mount_path if volume.kind == "nfs" else volume.location

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from envscaler_agent.exit_codes import EXIT_ORPHANED
 from envscaler_airflow.errors import EnvScalerError
-from envscaler_airflow.sidecar.context import Site, UnheededError, load_store_keys
+from envscaler_airflow.sidecar.context import SidecarContext, UnheededError, load_store_keys
 from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
 from envscaler_airflow.store.base import open_store
@@ -44,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s sidecar %(levelname)s %(message)s")
     try:
-        site = _site(options)
+        context = _context(options)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: site.ending.set())
-        is_done = Sidecar(site).run()
+            signal.signal(number, lambda *_: context.ending.set())
+        is_done = Sidecar(context).run()
     except UnheededError as err:
         log.error("the machine must end this attempt: %s", err)  # noqa: TRY400 - the message says it all
         return EXIT_ORPHANED
@@ -58,15 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _site(options: argparse.Namespace) -> Site:
+def _context(options: argparse.Namespace) -> SidecarContext:
     load_store_keys()
     layout = Layout.read(options.layout)
     spool = Spool(options.spool)
-    store = Run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
+    run = Run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
     who = Who(options.generation, options.attempt, options.node, options.nodes, claim=0)
-    return Site(
+    return SidecarContext(
         spool=spool,
-        store=store,
+        run=run,
         who=who,
         layout=layout,
         memory=Memory(spool, own=layout.own_folder),

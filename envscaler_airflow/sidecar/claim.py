@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
-from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.store.checkpoints import Fence, fence_of
 from envscaler_airflow.store.claims import Claim, newest_claim, take_claim
 
@@ -23,39 +23,39 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Source: Linux, proc_sys_kernel(5); in a container it is the machine's."""
 
 
-def take(site: Site) -> None:
-    """Claim the node, once per uid; ``site.who`` then contains the claim.
+def take(context: SidecarContext) -> None:
+    """Claim the node, once per uid; ``context.who`` then contains the claim.
 
     Raises:
         StoreError: The store does not answer; repeat the call.
     """
-    state = site.memory.state
-    uid = site.uid or state.uid or uuid.uuid4().hex
+    state = context.memory.state
+    uid = context.uid or state.uid or uuid.uuid4().hex
     number = state.claim if state.uid == uid else 0
     if not number:
-        who = site.who
+        who = context.who
         number = take_claim(
-            site.store,
+            context.run,
             Claim(uid, _boot_id()),
             generation=who.generation,
             attempt=who.attempt,
             node=who.node,
         )
-        site.memory.update(uid=uid, claim=number)
-    site.who = dataclasses.replace(site.who, claim=number)
+        context.memory.update(uid=uid, claim=number)
+    context.who = dataclasses.replace(context.who, claim=number)
 
 
-def standing_of(site: Site) -> Standing:
+def standing_of(context: SidecarContext) -> Standing:
     """Check whether a publication still counts; called before each one.
 
     Raises:
         StoreError: The store does not answer.
     """
-    who = site.who
+    who = context.who
     newest = newest_claim(
-        site.store, generation=who.generation, attempt=who.attempt, node=who.node, known=who.claim
+        context.run, generation=who.generation, attempt=who.attempt, node=who.node, known=who.claim
     )
-    return "replaced" if newest > who.claim else fence_of(site.store, who.generation, who.attempt)
+    return "replaced" if newest > who.claim else fence_of(context.run, who.generation, who.attempt)
 
 
 def _boot_id() -> str:

@@ -58,12 +58,12 @@ class Messages:
 
 
 @dataclass(slots=True)
-class Site:
+class SidecarContext:
     """The surroundings of one sidecar.
 
     Attributes:
         spool: Folder shared with the wrapper.
-        store: Store of the run (:class:`~envscaler_airflow.store.run.Run`).
+        run: The run's folder (:class:`~envscaler_airflow.store.run.Run`).
         who: Node, attempt, generation.
         layout: The paths of this node.
         memory: State that survives a kill of the sidecar.
@@ -80,7 +80,7 @@ class Site:
     """
 
     spool: Spool
-    store: Store
+    run: Store
     who: Who
     layout: Layout
     memory: Memory
@@ -200,18 +200,18 @@ class Site:
 
 
 class _Patience:
-    """Is over ``patience_s`` after the last complete file was moved, by the site's clock."""
+    """Is over ``patience_s`` after the last complete file was moved, by the sidecar's own clock."""
 
-    def __init__(self, site: Site, moved: Moved | None) -> None:
-        self._site, self._moved = site, moved
-        self._since, self._files = site.monotonic(), 0 if moved is None else moved.files
+    def __init__(self, context: SidecarContext, moved: Moved | None) -> None:
+        self._context, self._moved = context, moved
+        self._since, self._files = context.monotonic(), 0 if moved is None else moved.files
 
     def is_over(self) -> bool:
         """True when no further try should follow; called after each failed one."""
-        now = self._site.monotonic()
+        now = self._context.monotonic()
         if self._moved is not None and self._moved.files > self._files:
             self._since, self._files = now, self._moved.files
-        return now - self._since >= self._site.patience_s
+        return now - self._since >= self._context.patience_s
 
 
 VARIABLE = "ENVSCALER_STORE_KEYS"

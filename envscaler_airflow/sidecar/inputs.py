@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from envscaler_agent.protocol import SCHEMA, Manifest
 from envscaler_airflow.errors import CheckpointError, SpecError
 from envscaler_airflow.local_files import landing, write_atomic
-from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import manifests, outputs
 from envscaler_airflow.store.base import Store, TellsVersions, open_store
@@ -34,12 +34,14 @@ from envscaler_airflow.store.root import COPY_BYTES, Root
 from envscaler_airflow.store.transfer_progress import Moved
 
 
-def fetch(site: Site, store: Store, sizes: Mapping[str, int], path: Path, index: Path, moved: Moved) -> None:
+def fetch(
+    context: SidecarContext, store: Store, sizes: Mapping[str, int], path: Path, index: Path, moved: Moved
+) -> None:
     """Make *path* contain exactly the objects of *sizes*; *index* keeps their versions, *moved* counts bytes.
 
     Raises:
         StoreError: The store did not answer in time.
-        SetupCancelledError, WorkInterruptedError: See :meth:`Site.wanted`.
+        SetupCancelledError, WorkInterruptedError: See :meth:`SidecarContext.wanted`.
     """
     known = _read(index)
     held: dict[str, str | None] = {}
@@ -58,7 +60,9 @@ def fetch(site: Site, store: Store, sizes: Mapping[str, int], path: Path, index:
                 store.get_file(name, stream)
         held[name] = version
 
-    site.patiently(lambda: each(hold, sizes, store, moved, between=site.wanted), what=path.name, moved=moved)
+    context.patiently(
+        lambda: each(hold, sizes, store, moved, between=context.wanted), what=path.name, moved=moved
+    )
     _remove_others(path, {path / name for name in sizes})
     _write(index, {name: version for name, version in held.items() if version is not None})
 
@@ -98,7 +102,7 @@ def _write(index: Path, versions: dict[str, str]) -> None:
 _HOST = "hostPath:"
 
 
-def bring(site: Site, mount: Mount) -> None:
+def copy_in(context: SidecarContext, mount: Mount) -> None:
     """Copy the content of *mount* in.
 
     Raises:
@@ -111,11 +115,11 @@ def bring(site: Site, mount: Mount) -> None:
     if mount.source.startswith(_HOST):
         _link(mount, path)
     elif outputs.is_output_uri(mount.source):
-        _bring_output(site, mount, path)
+        _copy_output_in(context, mount, path)
     elif mount.source.startswith(("/", "file://")):
-        _copy(site, mount, path)
+        _copy(context, mount, path)
     else:
-        _fetch_all(site, mount, path)
+        _fetch_all(context, mount, path)
 
 
 def _link(mount: Mount, path: Path) -> None:
@@ -129,14 +133,14 @@ def _link(mount: Mount, path: Path) -> None:
     path.symlink_to(source)
 
 
-def _bring_output(site: Site, mount: Mount, path: Path) -> None:
-    store, prefix = outputs.open_folder(mount.source, site.layout.store_options)
-    manifest: Manifest = site.patiently(lambda: manifests.read_manifest(store, prefix), what=mount.name)
+def _copy_output_in(context: SidecarContext, mount: Mount, path: Path) -> None:
+    store, prefix = outputs.open_folder(mount.source, context.layout.store_options)
+    manifest: Manifest = context.patiently(lambda: manifests.read_manifest(store, prefix), what=mount.name)
 
     def fetch(target: Path) -> None:
-        with _transfer(site, mount) as moved:
-            site.patiently(
-                lambda: manifests.fetch(store, prefix, manifest, target, between=site.wanted, moved=moved),
+        with _transfer(context, mount) as moved:
+            context.patiently(
+                lambda: manifests.fetch(store, prefix, manifest, target, between=context.wanted, moved=moved),
                 what=mount.name,
                 moved=moved,
             )
@@ -154,8 +158,8 @@ def _bring_output(site: Site, mount: Mount, path: Path) -> None:
         raise CheckpointError(f"volume {mount.name}: {err}") from err
 
 
-def _transfer(site: Site, mount: Mount) -> AbstractContextManager[Moved]:
-    return site.transfer("fetching", f"volume {mount.name}")
+def _transfer(context: SidecarContext, mount: Mount) -> AbstractContextManager[Moved]:
+    return context.transfer("fetching", f"volume {mount.name}")
 
 
 def _is_file_path(path: Path, name: str) -> bool:
@@ -163,7 +167,7 @@ def _is_file_path(path: Path, name: str) -> bool:
     return bool(suffix) and path.suffix == suffix and not path.is_dir()
 
 
-def _copy(site: Site, mount: Mount, path: Path) -> None:
+def _copy(context: SidecarContext, mount: Mount, path: Path) -> None:
     """Copy a source that may be a link; its content is opened below it, so no link leads elsewhere."""
     named = Path(mount.source.removeprefix("file://"))
     source = Path(os.path.realpath(named))
@@ -177,10 +181,10 @@ def _copy(site: Site, mount: Mount, path: Path) -> None:
         else:
             raise SpecError(f"volume {mount.name}: {named} does not exist on this machine")
         root = Root.real(Path(os.path.realpath(path, strict=True)))
-        with _transfer(site, mount) as moved:
+        with _transfer(context, mount) as moved:
             moved.begin(sum(item.size for _, item in files))
             for name, item in files:
-                site.wanted()
+                context.wanted()
                 _copy_file(item, root, name, moved)
     except CheckpointError as err:
         raise SpecError(f"volume {mount.name}: {err}") from err
@@ -204,35 +208,41 @@ def _landing(path: Path, name: str) -> Path:
     return path / name
 
 
-def _fetch_all(site: Site, mount: Mount, path: Path) -> None:
-    store = open_store(mount.source, site.layout.store_options)
-    sizes = site.patiently(lambda: store.sizes(""), what=mount.name)
+def _fetch_all(context: SidecarContext, mount: Mount, path: Path) -> None:
+    store = open_store(mount.source, context.layout.store_options)
+    sizes = context.patiently(lambda: store.sizes(""), what=mount.name)
     if sizes:
         path.mkdir(parents=True, exist_ok=True)
-        _get(site, mount, store, sizes, path)
+        _get(context, mount, store, sizes, path)
         return
     if mount.is_written_back:
         path.mkdir(parents=True, exist_ok=True)  # the folder does not exist yet
         return
     parent, _, name = mount.source.rstrip("/").rpartition("/")
-    store = open_store(parent, site.layout.store_options)
-    size = site.patiently(lambda: store.size(name), what=mount.name)
+    store = open_store(parent, context.layout.store_options)
+    size = context.patiently(lambda: store.size(name), what=mount.name)
     if size is None:
         raise SpecError(f"volume {mount.name}: nothing lies at {mount.source}")
     if mount.index is not None:
-        _get(site, mount, store, {name: size}, path)
+        _get(context, mount, store, {name: size}, path)
         return
     landing = _landing(path, name)
-    _get(site, mount, store, {name: size}, landing.parent, place=landing.name)
+    _get(context, mount, store, {name: size}, landing.parent, place=landing.name)
 
 
 def _get(
-    site: Site, mount: Mount, store: Store, sizes: Mapping[str, int], path: Path, *, place: str | None = None
+    context: SidecarContext,
+    mount: Mount,
+    store: Store,
+    sizes: Mapping[str, int],
+    path: Path,
+    *,
+    place: str | None = None,
 ) -> None:
     """Fetch the objects of *sizes* below *path*, small ones in parallel; *place*: the only one there."""
-    with _transfer(site, mount) as moved:
+    with _transfer(context, mount) as moved:
         if mount.index is not None:
-            fetch(site, store, sizes, path, Path(mount.index), moved)
+            fetch(context, store, sizes, path, Path(mount.index), moved)
             return
         root = Root.real(Path(os.path.realpath(path, strict=True)))
 
@@ -244,8 +254,8 @@ def _get(
             with root.landing(place or name) as stream, moved.arriving(stream, sizes[name]):
                 store.get_file(name, stream)
 
-        site.patiently(
-            lambda: each(get, sizes, store, moved, between=site.wanted), what=mount.name, moved=moved
+        context.patiently(
+            lambda: each(get, sizes, store, moved, between=context.wanted), what=mount.name, moved=moved
         )
 
 

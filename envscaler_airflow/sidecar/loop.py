@@ -15,7 +15,7 @@ from envscaler_agent.protocol import MAX_JSON_BYTES, Ended, Status, status_name
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar import claim, setup
-from envscaler_airflow.sidecar.context import Site, WorkInterruptedError
+from envscaler_airflow.sidecar.context import SidecarContext, WorkInterruptedError
 from envscaler_airflow.sidecar.frozen_spec import Frozen
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
 from envscaler_airflow.sidecar.snapshots import Snapshots
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 class Heavy:
     """The long tasks, one after another: set-up, then checkpoints, then outputs."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, context: SidecarContext) -> None:
         """Continue where an earlier sidecar stopped."""
-        self._site = site
+        self._context = context
         self._checkpoints: Checkpoints | None = None
-        self._outputs = Outputs(site)
-        self._volumes = WriteBack(site)
+        self._outputs = Outputs(context)
+        self._volumes = WriteBack(context)
         self.frozen: Frozen | None = None
 
     def step(self) -> None:
@@ -52,51 +52,51 @@ class Heavy:
         Raises:
             WorkInterruptedError: The sidecar must end.
         """
-        site = self._site
-        if not site.memory.state.is_laid_out:
-            setup.lay_out(site)
-        if not site.who.claim:
-            claim.take(site)  # the set-up did not, or this sidecar was restarted after it
-        if site.memory.state.is_drained:
+        context = self._context
+        if not context.memory.state.is_laid_out:
+            setup.lay_out(context)
+        if not context.who.claim:
+            claim.take(context)  # the set-up did not, or this sidecar was restarted after it
+        if context.memory.state.is_drained:
             return
-        if site.memory.state.failed is not None:
-            site.memory.update(is_drained=True)
+        if context.memory.state.failed is not None:
+            context.memory.update(is_drained=True)
             return
         if self._checkpoints is None:
-            self.frozen = setup.read_spec(site)
-            self._checkpoints = Checkpoints(site, self.frozen.keep, volumes=self._volumes)
+            self.frozen = setup.read_spec(context)
+            self._checkpoints = Checkpoints(context, self.frozen.keep, volumes=self._volumes)
         has_left = self._checkpoints.step()
-        if has_left and site.memory.state.is_final_snapshot_done:
-            ended = site.ended()
+        if has_left and context.memory.state.is_final_snapshot_done:
+            ended = context.ended()
             # Check again: the last snapshot may have come after the step above.
             if ended is not None and self._checkpoints.step() and self._are_outputs_done(ended):
-                site.memory.update(is_drained=True)
+                context.memory.update(is_drained=True)
 
     def _are_outputs_done(self, ended: Ended) -> bool:
         if ended.reason != "succeeded":
             return True
-        return self._volumes.step() and (self._site.who.node != 0 or self._outputs.step())
+        return self._volumes.step() and (self._context.who.node != 0 or self._outputs.step())
 
 
 class Speaker:
     """Writes the node's status: every 15 s, and immediately after a change that others act on."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, context: SidecarContext) -> None:
         """Continue the sequence of an earlier sidecar, even of one on a machine that no longer exists."""
-        self._site = site
-        self._backoff = Backoff(site.monotonic)
+        self._context = context
+        self._backoff = Backoff(context.monotonic)
         self._said: Status | None = None
         self._said_at = -float("inf")
         self._sequence: int | None = None
 
     @property
     def _name(self) -> str:
-        who = self._site.who
+        who = self._context.who
         return status_name(who.generation, who.attempt, who.node, who.claim)
 
     def step(self, status: Status) -> bool:
         """Write *status* when it is time; True when the store has every part of it that matters."""
-        now = self._site.monotonic()
+        now = self._context.monotonic()
         has_changed = self._said is None or _matter(status) != _matter(self._said)
         if not has_changed and now - self._said_at < STATUS_S:
             return True
@@ -104,7 +104,9 @@ class Speaker:
             return False
         try:
             self._sequence = self._next_sequence()
-            self._site.store.write(self._name, dataclasses.replace(status, sequence=self._sequence).to_json())
+            self._context.run.write(
+                self._name, dataclasses.replace(status, sequence=self._sequence).to_json()
+            )
         except (StoreError, OSError) as err:
             self._backoff.failed()
             log.warning("status not written error=%s", err)
@@ -116,17 +118,17 @@ class Speaker:
     def _next_sequence(self) -> int:
         """One more than the last number written, as far as this disk and the store know."""
         last = self._sequence if self._sequence is not None else self._last_in_store()
-        sequence = max(last, self._site.memory.state.sequence) + 1
+        sequence = max(last, self._context.memory.state.sequence) + 1
         try:
-            self._site.memory.update(sequence=sequence)
+            self._context.memory.update(sequence=sequence)
         except OSError as err:  # a full disk must not silence the node
-            self._site.messages.say("sidecar", f"sidecar.json: {err}")
+            self._context.messages.say("sidecar", f"sidecar.json: {err}")
         else:
-            self._site.messages.say("sidecar", None)
+            self._context.messages.say("sidecar", None)
         return sequence
 
     def _last_in_store(self) -> int:
-        body = self._site.store.read(self._name, max_bytes=MAX_JSON_BYTES)
+        body = self._context.run.read(self._name, max_bytes=MAX_JSON_BYTES)
         if body is None:
             return 0
         try:
@@ -143,22 +145,22 @@ def _matter(status: Status) -> Status:
     )
 
 
-def compose(site: Site, said: Status | None, *, is_over: bool) -> Status:
+def compose(context: SidecarContext, said: Status | None, *, is_over: bool) -> Status:
     """This node's current status: the wrapper's part and the sidecar's; ``ended`` only when *is_over*."""
-    state, who = site.memory.state, site.who
+    state, who = context.memory.state, context.who
     base = said or Status()
     ended, phase = _end(state, base) if is_over else (None, _phase(state, base))
-    message = "; ".join(part for part in (state.failed, site.messages.text(), base.message) if part)
+    message = "; ".join(part for part in (state.failed, context.messages.text(), base.message) if part)
     return dataclasses.replace(
         base,
         generation=who.generation,
         attempt=who.attempt,
         node=who.node,
         claim=who.claim,
-        address=site.address or base.address,
+        address=context.address or base.address,
         phase=phase,
         ended=ended,
-        transfer=None if is_over else site.transferring(),
+        transfer=None if is_over else context.transferring(),
         start_step=state.start_step,
         restored_from=state.restored_from,
         restored_claim=state.restored_claim,
@@ -192,13 +194,13 @@ def _end(state: State, base: Status) -> tuple[Ended | None, str]:
 class Sidecar:
     """One sidecar: :meth:`run` until everything is uploaded or it is stopped."""
 
-    def __init__(self, site: Site) -> None:
-        """Serve *site*."""
-        self._site = site
-        self.heavy = Heavy(site)
-        self._watch = OwnerWatch(site)
-        self._chunks = Chunks(site)
-        self._speaker = Speaker(site)
+    def __init__(self, context: SidecarContext) -> None:
+        """Serve *context*."""
+        self._context = context
+        self.heavy = Heavy(context)
+        self._watch = OwnerWatch(context)
+        self._chunks = Chunks(context)
+        self._speaker = Speaker(context)
         self._said: Status | None = None
         self._failed_at: float | None = None
         self._failure: BaseException | None = None
@@ -206,20 +208,20 @@ class Sidecar:
 
     def run(self) -> bool:
         """Run until the end; True when everything is done, False when the sidecar was stopped."""
-        if self._site.memory.state.phase == "done":
+        if self._context.memory.state.phase == "done":
             return True
         threads = [self._thread(self.heavy.step, "heavy"), self._thread(self.snapshot, "snapshots")]
         try:
             while not self.step():
-                if self._site.ending.wait(ROUND_S):
+                if self._context.ending.wait(ROUND_S):
                     break
         finally:
-            self._site.ending.set()
+            self._context.ending.set()
             for thread in threads:
                 thread.join(timeout=20)
         if self._failure is not None:
             raise self._failure
-        return self._site.memory.state.phase == "done"
+        return self._context.memory.state.phase == "done"
 
     def _thread(self, step: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=self._rounds, args=(step, name), name=name, daemon=True)
@@ -228,43 +230,43 @@ class Sidecar:
 
     def _rounds(self, step: Callable[[], None], name: str) -> None:
         try:
-            while not self._site.ending.is_set():
+            while not self._context.ending.is_set():
                 try:
                     step()
                 except (StoreError, OSError) as err:  # for example a full disk: reported, and retried
-                    self._site.messages.say(name, f"{type(err).__name__}: {err}")
-                    self._site.ending.wait(5)
+                    self._context.messages.say(name, f"{type(err).__name__}: {err}")
+                    self._context.ending.wait(5)
                 else:
-                    self._site.messages.say(name, None)
-                self._site.ending.wait(ROUND_S)
+                    self._context.messages.say(name, None)
+                self._context.ending.wait(ROUND_S)
         except WorkInterruptedError:
             pass
         except BaseException as err:  # noqa: BLE001 - the thread's outermost edge: handed to run()
             self._failure = err
-            self._site.ending.set()
+            self._context.ending.set()
 
     def snapshot(self) -> None:
         """One round of snapshots, once their interval is known."""
         if self._snapshots is None:
-            if self.heavy.frozen is None and self._site.memory.state.failed is None:
+            if self.heavy.frozen is None and self._context.memory.state.failed is None:
                 return
             every = self.heavy.frozen.every if self.heavy.frozen else None
-            self._snapshots = Snapshots(self._site, every)
+            self._snapshots = Snapshots(self._context, every)
         self._snapshots.step()
 
     def step(self) -> bool:
         """One quick round; True when everything is done and reported. Before its claim it writes nothing."""
-        site = self._site
-        if not site.who.claim:
+        context = self._context
+        if not context.who.claim:
             return False
         said = self._hear()
         has_ended = said is not None and said.ended is not None
         if not has_ended:
             self._watch.step()
         is_empty = self._chunks.step(has_ended=has_ended)
-        state = site.memory.state
+        state = context.memory.state
         is_over = state.is_drained and is_empty and (has_ended or self._is_abandoned())
-        is_said = self._speaker.step(compose(site, said, is_over=is_over))
+        is_said = self._speaker.step(compose(context, said, is_over=is_over))
         phase = "setup" if not state.is_laid_out else "draining" if has_ended else "running"
         # Only now: a process that reads "done" may release the machine.
         self._enter("done" if is_over and is_said else phase)
@@ -272,22 +274,22 @@ class Sidecar:
 
     def _hear(self) -> Status | None:
         try:
-            self._said = self._site.spool.wrapper_status() or self._said
+            self._said = self._context.spool.wrapper_status() or self._said
         except (ProtocolError, OSError) as err:
-            self._site.messages.say("wrapper", str(err))
+            self._context.messages.say("wrapper", str(err))
         else:
-            self._site.messages.say("wrapper", None)
+            self._context.messages.say("wrapper", None)
         return self._said
 
     def _enter(self, phase: str) -> None:
-        if phase != self._site.memory.state.phase:
+        if phase != self._context.memory.state.phase:
             try:
-                self._site.memory.update(phase=phase)
+                self._context.memory.update(phase=phase)
             except OSError as err:
-                self._site.messages.say("sidecar", str(err))
+                self._context.messages.say("sidecar", str(err))
 
     def _is_abandoned(self) -> bool:
         """True when the set-up failed and the wrapper never reacted to it."""
         if self._failed_at is None:
-            self._failed_at = self._site.monotonic()
-        return self._site.monotonic() - self._failed_at >= WRAPPER_S
+            self._failed_at = self._context.monotonic()
+        return self._context.monotonic() - self._failed_at >= WRAPPER_S

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from envscaler_agent.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar.claim import WHY, standing_of
-from envscaler_airflow.sidecar.context import Site, UnheededError
+from envscaler_airflow.sidecar.context import SidecarContext, UnheededError
 from envscaler_airflow.store.lease import LeaseFile, LeaseWatch
 
 CONTROL_S = 2.0
@@ -28,10 +28,10 @@ class OwnerWatch:
     A store that cannot be read changes nothing. The sidecar does not withdraw its own requests.
     """
 
-    def __init__(self, site: Site) -> None:
-        """Begin; ages count from now, by the site's clock."""
-        self._site = site
-        self._lease = LeaseWatch(site.monotonic)
+    def __init__(self, context: SidecarContext) -> None:
+        """Begin; ages count from now, by the sidecar's own clock."""
+        self._context = context
+        self._lease = LeaseWatch(context.monotonic)
         self._due = {"control": -float("inf"), "lease": -float("inf"), "superseded": -float("inf")}
         self._owners: Control | None = None  # the training can change the spool's copy
         self._asked: Control | None = None
@@ -56,7 +56,7 @@ class OwnerWatch:
             self._try(self._look_for_later)
 
     def _is_due(self, what: str, every_s: float) -> bool:
-        now = self._site.monotonic()
+        now = self._context.monotonic()
         if now < self._due[what]:
             return False
         self._due[what] = now + every_s
@@ -66,14 +66,14 @@ class OwnerWatch:
         try:
             look()
         except (StoreError, ProtocolError, OSError) as err:
-            self._site.messages.say("owner", f"the owner is not heard: {err}")
+            self._context.messages.say("owner", f"the owner is not heard: {err}")
         else:
-            self._site.messages.say("owner", None)
+            self._context.messages.say("owner", None)
 
     def _hand_over(self) -> None:
-        who = self._site.who
+        who = self._context.who
         name = control_name(who.generation, who.attempt)
-        body = self._site.store.read(name, max_bytes=MAX_JSON_BYTES)
+        body = self._context.run.read(name, max_bytes=MAX_JSON_BYTES)
         if body is None:
             return
         control = Control.from_json(body, where=name)
@@ -82,23 +82,23 @@ class OwnerWatch:
         if self._owners is not None and control.sequence < self._owners.sequence:
             return  # an owner that was suspended wrote an outdated control; the later one counts
         self._owners = control
-        if self._site.spool.control_text() != body:
-            self._site.spool.write(self._site.spool.control, body)
+        if self._context.spool.control_text() != body:
+            self._context.spool.write(self._context.spool.control, body)
 
     def _look_at_lease(self) -> None:
-        self._lease.seen(LeaseFile(self._site.store).read())
+        self._lease.seen(LeaseFile(self._context.run).read())
         control = self._control()
         if self._lease.unchanged_s >= control.orphan_after_s:
             self._leave(control, f"orphaned: the lease stood still for {self._lease.unchanged_s:.0f} s")
 
     def _look_for_later(self) -> None:
         """Stop an attempt that no longer counts immediately: nothing that it would still save counts."""
-        standing = standing_of(self._site)
+        standing = standing_of(self._context)
         if standing in ("over", "replaced"):
             self._ask(_stop(self._control(), f"orphaned: {WHY[standing]}"))
 
     def _control(self) -> Control:
-        return self._owners or self._site.spool.current_control() or Control()
+        return self._owners or self._context.spool.current_control() or Control()
 
     def _leave(self, control: Control, reason: str) -> None:
         ask = Control(
@@ -115,7 +115,7 @@ class OwnerWatch:
 
     def _remembered(self) -> Control | None:
         """The request that an earlier sidecar of this attempt made on its own."""
-        override = self._site.memory.state.override
+        override = self._context.memory.state.override
         try:
             return None if override is None else Control.from_json(override, where="sidecar.json")
         except ProtocolError:
@@ -123,8 +123,8 @@ class OwnerWatch:
 
     def _ask(self, ask: Control) -> None:
         """Make *ask* count from now on, even if the disk is too full to record it."""
-        self._asked, self._asked_at = ask, self._site.monotonic()
-        self._site.messages.say("override", ask.reason)
+        self._asked, self._asked_at = ask, self._context.monotonic()
+        self._context.messages.say("override", ask.reason)
         self._try(self._write_down)
 
     def _write_down(self) -> None:
@@ -132,15 +132,15 @@ class OwnerWatch:
         if asked is None:
             return
         body = asked.to_json()
-        if self._site.spool.control_text() != body:
-            self._site.spool.write(self._site.spool.control, body)
-        if self._site.memory.state.override != body.decode():
-            self._site.memory.update(override=body.decode())
+        if self._context.spool.control_text() != body:
+            self._context.spool.write(self._context.spool.control, body)
+        if self._context.memory.state.override != body.decode():
+            self._context.memory.update(override=body.decode())
 
     def _carry_on(self, asked: Control) -> None:
         """After the grace, request a harder stop; after that, stop waiting for the wrapper."""
         self._try(self._write_down)
-        waited = self._site.monotonic() - self._asked_at
+        waited = self._context.monotonic() - self._asked_at
         if asked.action == "leave" and waited >= asked.align_timeout_s + asked.grace_s:
             self._ask(_stop(asked, asked.reason))
         elif asked.action == "stop" and waited >= 2 * asked.grace_s:

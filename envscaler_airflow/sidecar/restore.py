@@ -26,7 +26,7 @@ from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError
 from envscaler_airflow.run import outcome_of
 from envscaler_airflow.sidecar import tree
 from envscaler_airflow.sidecar.completeness import Settling
-from envscaler_airflow.sidecar.context import SetupCancelledError, Site
+from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.store import checkpoints, manifests
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
@@ -73,7 +73,7 @@ def _is_uri(source: str) -> bool:
     return bool(_URI.match(source))
 
 
-def restore(site: Site, control: Control) -> Restored | None:
+def restore(context: SidecarContext, control: Control) -> Restored | None:
     """Choose (node 0) or follow node 0, fetch, verify; None starts without one.
 
     Raises:
@@ -81,81 +81,81 @@ def restore(site: Site, control: Control) -> Restored | None:
         SetupCancelledError: The attempt, or node 0, was stopped.
         StoreError: The store did not answer in time.
     """
-    began = site.monotonic()
-    site.memory.update(is_restoring=True)
+    began = context.monotonic()
+    context.memory.update(is_restoring=True)
     try:
-        found = _choose(site, control) if site.who.node == 0 else _follow(site, control)
+        found = _choose(context, control) if context.who.node == 0 else _follow(context, control)
         if found is not None:
-            found = _lay_back(site, found)
+            found = _lay_back(context, found)
     finally:
-        site.memory.update(is_restoring=False)
-    _publish(site, found, site.monotonic() - began)
+        context.memory.update(is_restoring=False)
+    _publish(context, found, context.monotonic() - began)
     return found
 
 
-def _publish(site: Site, found: Restored | None, restore_s: float) -> None:
+def _publish(context: SidecarContext, found: Restored | None, restore_s: float) -> None:
     if found is None:
-        site.memory.update(start_step=0, restored_from=None, restored_claim=None)
+        context.memory.update(start_step=0, restored_from=None, restored_claim=None)
         return
     key = parse_checkpoint_name(found.source)
-    site.memory.update(
+    context.memory.update(
         start_step=found.manifest.step,
         restored_from=found.source,
         restored_claim=found.claim,
         restore_s=restore_s,
-        name_step=max(site.memory.state.name_step, key[1] if key else found.manifest.step or 0),
+        name_step=max(context.memory.state.name_step, key[1] if key else found.manifest.step or 0),
     )
 
 
-def _choose(site: Site, control: Control) -> Restored | None:
+def _choose(context: SidecarContext, control: Control) -> Restored | None:
     rejected = []
-    for name in _order(site, control):
+    for name in _order(context, control):
         try:
-            claim = site.patiently(partial(checkpoints.manifest_claim, site.store, name), what=name)
-            return _fetch_checkpoint(site, name, claim)
+            claim = context.patiently(partial(checkpoints.manifest_claim, context.run, name), what=name)
+            return _fetch_checkpoint(context, name, claim)
         except CheckpointError as err:
             rejected.append(f"{name}: {err}")
-            site.memory.update(rejected=tuple(rejected))
-            _discard(site, name)
+            context.memory.update(rejected=tuple(rejected))
+            _discard(context, name)
     if control.restore_from is not None:
         try:
-            return _fetch_uri(site, control.restore_from)
+            return _fetch_uri(context, control.restore_from)
         except CheckpointError as err:
             raise CheckpointError(f"restore_from {control.restore_from}: {err}") from err
     return None
 
 
-def _order(site: Site, control: Control) -> tuple[str, ...]:
-    who = site.who
-    site.patiently(
+def _order(context: SidecarContext, control: Control) -> tuple[str, ...]:
+    who = context.who
+    context.patiently(
         lambda: checkpoints.accept_manifests(
-            site.store, generation=who.generation, attempt=who.attempt, claim=who.claim
+            context.run, generation=who.generation, attempt=who.attempt, claim=who.claim
         ),
         what="claims",
     )
-    complete = site.patiently(
-        lambda: checkpoints.complete_checkpoints(site.store, who.generation), what="checkpoints"
+    complete = context.patiently(
+        lambda: checkpoints.complete_checkpoints(context.run, who.generation), what="checkpoints"
     )
     return checkpoints.resume_order(
         complete, generation=who.generation, attempt=who.attempt, candidates=control.candidates or ()
     )
 
 
-def _follow(site: Site, control: Control) -> Restored | None:
-    decided = _node_0_decided(site)
+def _follow(context: SidecarContext, control: Control) -> Restored | None:
+    decided = _node_0_decided(context)
     chosen = decided.restored_from
     if decided.address is not None and _ADDRESS.match(decided.address):
-        site.rendezvous = decided.address
+        context.rendezvous = decided.address
     if chosen is None:
         return None
     if chosen == control.restore_from:
-        return _fetch_uri(site, chosen)
-    who = site.who
+        return _fetch_uri(context, chosen)
+    who = context.who
     if not checkpoints.resume_order(
         [chosen], generation=who.generation, attempt=who.attempt, candidates=control.candidates or ()
     ).count(chosen):
         raise CheckpointError(f"node 0 says {chosen!r:.200}, which the owner does not allow")
-    return _fetch_checkpoint(site, chosen, decided.restored_claim)
+    return _fetch_checkpoint(context, chosen, decided.restored_claim)
 
 
 class _NodeZero:
@@ -166,9 +166,9 @@ class _NodeZero:
     after a replacement had time to start.
     """
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._until = site.monotonic() + NODE_0_S
+    def __init__(self, context: SidecarContext) -> None:
+        self._context = context
+        self._until = context.monotonic() + NODE_0_S
         self._first: tuple[int, int] | None = None
         self._last: tuple[int, int] = (0, 0)
 
@@ -189,17 +189,19 @@ class _NodeZero:
         return status if is_decided and self._is_alive else None
 
     def _read(self) -> Status | None:
-        site, who = self._site, self._site.who
-        claim = site.patiently(
-            lambda: newest_claim(site.store, generation=who.generation, attempt=who.attempt, node=0, known=1),
+        context, who = self._context, self._context.who
+        claim = context.patiently(
+            lambda: newest_claim(
+                context.run, generation=who.generation, attempt=who.attempt, node=0, known=1
+            ),
             what="claim of node 0",
         )
         name = status_name(who.generation, who.attempt, 0, claim)
-        body = site.patiently(lambda: site.store.read(name), what="status of node 0")
+        body = context.patiently(lambda: context.run.read(name), what="status of node 0")
         try:
             status = Status.from_json(body, where=name) if body is not None else None
         except ProtocolError as err:
-            site.messages.say("restore", f"status of node 0: {err}")
+            context.messages.say("restore", f"status of node 0: {err}")
             return None
         self._last = (claim, status.sequence if status is not None else 0)
         self._first = self._first or self._last
@@ -208,57 +210,59 @@ class _NodeZero:
     @property
     def _is_alive(self) -> bool:
         """True when neither node was ever replaced, or when node 0 reports while this node watches."""
-        return (self._site.who.claim == 1 and self._last[0] == 1) or self._last != self._first
+        return (self._context.who.claim == 1 and self._last[0] == 1) or self._last != self._first
 
     def _heed_end(self, ended: Ended) -> None:
         reported = f"node 0 has ended: {ended.reason} {ended.detail}"
         is_blameless = outcome_of(ended.reason).caused_by in ("owner", "platform")
         has_failed = not is_blameless and self._is_alive
-        if not has_failed and self._site.monotonic() < self._until:
-            self._site.messages.say("restore", f"{reported}; waits for the pod that replaces it")
+        if not has_failed and self._context.monotonic() < self._until:
+            self._context.messages.say("restore", f"{reported}; waits for the pod that replaces it")
         elif is_blameless:  # and it causes no failure of this node either
             raise SetupCancelledError(reported)
         else:
             raise CheckpointError(reported)
 
 
-def _node_0_decided(site: Site) -> Status:
-    node_0 = _NodeZero(site)
+def _node_0_decided(context: SidecarContext) -> Status:
+    node_0 = _NodeZero(context)
     while True:
         status = node_0.decided()
         if status is not None:
-            site.messages.say("restore", None)
+            context.messages.say("restore", None)
             return status
-        site.ending.wait(_POLL_S)
-        site.wanted()
+        context.ending.wait(_POLL_S)
+        context.wanted()
 
 
-def _fetch_uri(site: Site, uri: str) -> Restored:
+def _fetch_uri(context: SidecarContext, uri: str) -> Restored:
     try:
-        store, prefix = open_folder(uri, site.layout.store_options)
+        store, prefix = open_folder(uri, context.layout.store_options)
     except SpecError as err:
         raise CheckpointError(str(err)) from err
     last = uri.rstrip("/").rpartition("/")[2]
-    manifest = site.patiently(lambda: _manifest_at(store, prefix), what=uri)
-    target = site.spool.restored / (last if is_safe_name(last) else "restore-from")
-    return Restored(uri, target, _fetch(site, store, prefix, manifest, target))
+    manifest = context.patiently(lambda: _manifest_at(store, prefix), what=uri)
+    target = context.spool.restored / (last if is_safe_name(last) else "restore-from")
+    return Restored(uri, target, _fetch(context, store, prefix, manifest, target))
 
 
-def _fetch_checkpoint(site: Site, name: str, claim: int | None) -> Restored:
+def _fetch_checkpoint(context: SidecarContext, name: str, claim: int | None) -> Restored:
     """Checkpoint *name* of this run by the manifest of *claim*, which node 0 chose for every node."""
-    manifest = site.patiently(lambda: checkpoints.read_checkpoint(site.store, name, claim=claim), what=name)
-    target = site.spool.restored / name
+    manifest = context.patiently(
+        lambda: checkpoints.read_checkpoint(context.run, name, claim=claim), what=name
+    )
+    target = context.spool.restored / name
     prefix = checkpoints.checkpoint_prefix(name)
-    return Restored(name, target, _fetch(site, site.store, prefix, manifest, target), claim)
+    return Restored(name, target, _fetch(context, context.run, prefix, manifest, target), claim)
 
 
-def _fetch(site: Site, store: Store, prefix: str, manifest: Manifest, target: Path) -> Manifest:
+def _fetch(context: SidecarContext, store: Store, prefix: str, manifest: Manifest, target: Path) -> Manifest:
     """Fetch this node's files of *manifest*, which is returned."""
-    mine = manifests.for_node(manifest, site.who.node)
-    root = site.spool.made_folder(target)
-    node, between = site.who.node, site.wanted
-    with site.transfer("restoring", checkpoints.words(target.name)) as moved:
-        site.patiently(
+    mine = manifests.for_node(manifest, context.who.node)
+    root = context.spool.made_folder(target)
+    node, between = context.who.node, context.wanted
+    with context.transfer("restoring", checkpoints.words(target.name)) as moved:
+        context.patiently(
             lambda: manifests.fetch(store, prefix, mine, root, node=node, between=between, moved=moved),
             what=target.name,
             moved=moved,
@@ -274,35 +278,35 @@ def _manifest_at(store: Store, prefix: str) -> Manifest:
     return manifest
 
 
-def _discard(site: Site, name: str) -> None:
+def _discard(context: SidecarContext, name: str) -> None:
     with suppress(OSError):
-        site.spool.remove(site.spool.restored / name)
+        context.spool.remove(context.spool.restored / name)
 
 
-def _lay_back(site: Site, found: Restored) -> Restored:
+def _lay_back(context: SidecarContext, found: Restored) -> Restored:
     """Put a snapshot where code that does not import the library will look for it.
 
     The folder then contains exactly the snapshot; files of an earlier attempt are removed.
     """
-    if found.manifest.cooperative or site.layout.checkpoint_path is None:
+    if found.manifest.cooperative or context.layout.checkpoint_path is None:
         return found
-    target = Path(site.layout.checkpoint_path)
+    target = Path(context.layout.checkpoint_path)
     target.mkdir(parents=True, exist_ok=True)
-    root, fetched = Root.of(target, parent=site.place(target)), site.spool.made_folder(found.path)
+    root, fetched = Root.of(target, parent=context.place(target)), context.spool.made_folder(found.path)
     root.empty()
     for item in found.manifest.files:
         root.take(item.path, fetched)
     manifests.lay_links(found.manifest, root)
     with suppress(OSError):
-        site.spool.remove(found.path)
-    site.memory.update(snapshot=_fingerprint(site, target))
+        context.spool.remove(found.path)
+    context.memory.update(snapshot=_fingerprint(context, target))
     return replace(found, path=target)
 
 
-def _fingerprint(site: Site, target: Path) -> str:
+def _fingerprint(context: SidecarContext, target: Path) -> str:
     """Fingerprint of the restored files, so that they do not count as new."""
-    settling = Settling(site.monotonic)
-    settling.look(tree.look(target, parent=site.place(target)), Progress())
+    settling = Settling(context.monotonic)
+    settling.look(tree.look(target, parent=context.place(target)), Progress())
     return settling.select(is_over=True).fingerprint
 
 

@@ -14,9 +14,9 @@ from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.sidecar import claim
-from envscaler_airflow.sidecar.context import SetupCancelledError, Site
+from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.frozen_spec import MAX_SPEC_BYTES, Frozen, read_frozen
-from envscaler_airflow.sidecar.inputs import bring
+from envscaler_airflow.sidecar.inputs import copy_in
 from envscaler_airflow.sidecar.restore import empty, restore
 from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store import archive
@@ -26,119 +26,119 @@ HOLD_POLL_S = 1.0
 _ARCHIVE = re.compile(r"workdir-([0-9a-f]{64})\.tar\.zst\Z")
 
 
-def lay_out(site: Site) -> None:
+def lay_out(context: SidecarContext) -> None:
     """Prepare everything and write ``start.json``; after a failure, with the reason in it.
 
     Raises:
         WorkInterruptedError: The sidecar must end; the next one continues.
     """
-    if site.spool.start.exists():
-        site.memory.update(is_laid_out=True)
+    if context.spool.start.exists():
+        context.memory.update(is_laid_out=True)
         return
     frozen: Frozen | None = None
     try:
-        site.patiently(lambda: claim.take(site), what="claim")
-        frozen = read_spec(site)
-        body = _lay_out(site, frozen)
+        context.patiently(lambda: claim.take(context), what="claim")
+        frozen = read_spec(context)
+        body = _lay_out(context, frozen)
     except (SpecError, CheckpointError, ProtocolError, StoreError, SetupCancelledError, OSError) as err:
-        reason = _reason(site, err, has_answered=frozen is not None)
+        reason = _reason(context, err, has_answered=frozen is not None)
         body = {"failed": str(err), "reason": reason}
-        site.memory.update(failed=f"set-up failed: {err}", failed_as=reason)
+        context.memory.update(failed=f"set-up failed: {err}", failed_as=reason)
     else:
-        site.memory.update(failed=None)  # from a try whose end could not be recorded
-    site.spool.write_json(site.spool.start, body)
-    site.memory.update(is_laid_out=True)
+        context.memory.update(failed=None)  # from a try whose end could not be recorded
+    context.spool.write_json(context.spool.start, body)
+    context.memory.update(is_laid_out=True)
 
 
-def _reason(site: Site, err: Exception, *, has_answered: bool) -> str:
+def _reason(context: SidecarContext, err: Exception, *, has_answered: bool) -> str:
     """The reason of the end: neither a requested stop nor an unreachable store is a fault of the stage."""
     if isinstance(err, SetupCancelledError):
         return "stopped"
-    is_away = isinstance(err, StoreError) and has_answered and _is_away(site)
+    is_away = isinstance(err, StoreError) and has_answered and _is_away(context)
     return "orphaned" if is_away else "setup-failed"
 
 
-def _is_away(site: Site) -> bool:
+def _is_away(context: SidecarContext) -> bool:
     try:
-        site.store.size(site.layout.spec)
+        context.run.size(context.layout.spec)
     except StoreError as err:
         return err.transient
     return False
 
 
-def _lay_out(site: Site, frozen: Frozen) -> dict[str, Any]:
-    control = _first_control(site)
-    cwd = _workdir(site, frozen)
-    for mount in site.layout.mounts:
-        site.wanted()
-        bring(site, mount)
-    for path in site.layout.outputs.values():
+def _lay_out(context: SidecarContext, frozen: Frozen) -> dict[str, Any]:
+    control = _first_control(context)
+    cwd = _workdir(context, frozen)
+    for mount in context.layout.mounts:
+        context.wanted()
+        copy_in(context, mount)
+    for path in context.layout.outputs.values():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-    if site.layout.checkpoint_path is not None:
-        Path(site.layout.checkpoint_path).mkdir(parents=True, exist_ok=True)
-    WriteBack(site).mark()
-    site.remember_places()
-    site.wanted()
-    restored = restore(site, control)
-    site.wanted()
-    address = site.address if site.who.node == 0 else site.rendezvous
+    if context.layout.checkpoint_path is not None:
+        Path(context.layout.checkpoint_path).mkdir(parents=True, exist_ok=True)
+    WriteBack(context).mark()
+    context.remember_places()
+    context.wanted()
+    restored = restore(context, control)
+    context.wanted()
+    address = context.address if context.who.node == 0 else context.rendezvous
     env = {} if address is None else {ADDRESS: address}
     return {
         "cwd": cwd,
         "env": env | ({"ENVSCALER_RESTORE": str(restored.path)} if restored else {}),
         "restore": restored.to_start() if restored else None,
-        "session": _session(site, frozen),
+        "session": _session(context, frozen),
     }
 
 
-def read_spec(site: Site) -> Frozen:
+def read_spec(context: SidecarContext) -> Frozen:
     """The frozen spec that the launch names, from the store, with the interval that the owner requests.
 
     Raises:
         ProtocolError: It is absent or cannot be read.
         StoreError: The store did not answer in time.
     """
-    name = site.layout.spec
+    name = context.layout.spec
     if not name:
         raise ProtocolError("layout.json: spec: is missing; expected the name of the frozen spec")
-    body = site.patiently(lambda: site.store.read(name, max_bytes=MAX_SPEC_BYTES), what=name)
+    body = context.patiently(lambda: context.run.read(name, max_bytes=MAX_SPEC_BYTES), what=name)
     if body is None:
-        raise ProtocolError(f"{site.store.uri(name)} is absent: sidecar and owner must see the same store")
-    return read_frozen(body).with_interval(_first_control(site).checkpoint_every_s)
+        raise ProtocolError(f"{context.run.uri(name)} is absent: sidecar and owner must see the same store")
+    return read_frozen(body).with_interval(_first_control(context).checkpoint_every_s)
 
 
-def _first_control(site: Site) -> Control:
+def _first_control(context: SidecarContext) -> Control:
     """The owner's control, once it has listed the checkpoints that this attempt may resume from."""
-    name = control_name(site.who.generation, site.who.attempt)
+    name = control_name(context.who.generation, context.who.attempt)
     while True:
-        body = site.patiently(lambda: site.store.read(name, max_bytes=MAX_JSON_BYTES), what=name)
+        body = context.patiently(lambda: context.run.read(name, max_bytes=MAX_JSON_BYTES), what=name)
         if body is None:
-            raise ProtocolError(f"{site.store.uri(name)} is absent: the owner writes it before the start")
+            raise ProtocolError(f"{context.run.uri(name)} is absent: the owner writes it before the start")
         control = Control.from_json(body, where=name)
         if control.action != "hold":
-            site.messages.say("hold", None)
+            context.messages.say("hold", None)
             return control
-        site.messages.say("hold", "waits until the owner has listed the checkpoints to resume from")
-        site.ending.wait(HOLD_POLL_S)
-        site.wanted()
+        context.messages.say("hold", "waits until the owner has listed the checkpoints to resume from")
+        context.ending.wait(HOLD_POLL_S)
+        context.wanted()
 
 
-def _workdir(site: Site, frozen: Frozen) -> str | None:
-    if site.layout.work is None:
+def _workdir(context: SidecarContext, frozen: Frozen) -> str | None:
+    if context.layout.work is None:
         return None
-    work = Path(site.layout.work)
+    work = Path(context.layout.work)
     work.mkdir(parents=True, exist_ok=True)
-    name = site.layout.workdir_archive or frozen.workdir_archive or _only_archive(site)
+    name = context.layout.workdir_archive or frozen.workdir_archive or _only_archive(context)
     if name is None:
         return str(work)
     match = _ARCHIVE.match(name)
     if match is None:
         raise ProtocolError(f"workdir archive {name!r:.200}: expected workdir-<sha256>.tar.zst")
-    part = site.spool.root / name
+    part = context.spool.root / name
     try:
-        if site.patiently(lambda: site.store.size(name), what=name) is None:
-            raise CheckpointError(f"{site.store.uri(name)} is absent")
-        site.patiently(lambda: site.store.get_file(name, part), what=name)
+        if context.patiently(lambda: context.run.size(name), what=name) is None:
+            raise CheckpointError(f"{context.run.uri(name)} is absent")
+        context.patiently(lambda: context.run.get_file(name, part), what=name)
         empty(work)
         archive.unpack(part, work, sha256=match[1])
     finally:
@@ -146,10 +146,10 @@ def _workdir(site: Site, frozen: Frozen) -> str | None:
     return str(work)
 
 
-def _only_archive(site: Site) -> str | None:
+def _only_archive(context: SidecarContext) -> str | None:
     names = [
         name
-        for name in site.patiently(lambda: site.store.children(""), what="workdir")
+        for name in context.patiently(lambda: context.run.children(""), what="workdir")
         if _ARCHIVE.match(name)
     ]
     if len(names) > 1:
@@ -157,8 +157,8 @@ def _only_archive(site: Site) -> str | None:
     return names[0] if names else None
 
 
-def _session(site: Site, frozen: Frozen) -> dict[str, Any]:
-    who = site.who
+def _session(context: SidecarContext, frozen: Frozen) -> dict[str, Any]:
+    who = context.who
     body = {
         "generation": who.generation,
         "attempt": who.attempt,
@@ -167,7 +167,7 @@ def _session(site: Site, frozen: Frozen) -> dict[str, Any]:
         "every": dict(frozen.every) if frozen.every else None,
         "align": frozen.align,
         "global_batch": frozen.global_batch,
-        "checkpoint_path": site.layout.checkpoint_path,
+        "checkpoint_path": context.layout.checkpoint_path,
         "log_patterns": dict(frozen.log_patterns),
         "stall_factor": frozen.stall_factor,
         "stall_min_s": frozen.stall_min_s,

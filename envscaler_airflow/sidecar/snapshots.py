@@ -18,7 +18,7 @@ from envscaler_agent.protocol import Control, Ended, Progress, Status, checkpoin
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.sidecar import saver_layouts, tree
 from envscaler_airflow.sidecar.completeness import QUIET_S, Selection, Settling, is_open_for_writing
-from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.frozen_spec import SNAPSHOT_EVERY
 from envscaler_airflow.sidecar.spool_state import Spool
 from envscaler_airflow.store.manifests import TreeFile
@@ -144,29 +144,29 @@ MOST_NAMED = 5
 class Silence:
     """Watches node 0 for missing saves; call :meth:`step` while nothing new could be saved."""
 
-    def __init__(self, site: Site, every: Mapping[str, float] | None) -> None:
+    def __init__(self, context: SidecarContext, every: Mapping[str, float] | None) -> None:
         """Expect a save at the interval *every*; None where the spec does not say."""
-        self._site = site
+        self._context = context
         self._every = every
-        self._since = site.monotonic()
-        self._checkpoints = site.memory.state.checkpoints
+        self._since = context.monotonic()
+        self._checkpoints = context.memory.state.checkpoints
 
     def saved(self) -> None:
         """Record a save: count from now."""
-        self._since = self._site.monotonic()
+        self._since = self._context.monotonic()
         self._say(None)
 
     def step(self, selection: Selection | None, progress: Progress) -> None:
         """Report an overdue save; *selection*: the folder's content, None for code that saves by itself."""
-        site = self._site
-        if site.who.node != 0 or (self._every is None and site.layout.checkpoint_path is None):
+        context = self._context
+        if context.who.node != 0 or (self._every is None and context.layout.checkpoint_path is None):
             return
-        if site.memory.state.checkpoints > self._checkpoints or site.spool.saved(site.who):
-            self._checkpoints = site.memory.state.checkpoints
+        if context.memory.state.checkpoints > self._checkpoints or context.spool.saved(context.who):
+            self._checkpoints = context.memory.state.checkpoints
             self.saved()
             return
         due_s = self._due_s()
-        if site.monotonic() - self._since < due_s + max(SLACK * due_s, SLACK_LEAST_S):
+        if context.monotonic() - self._since < due_s + max(SLACK * due_s, SLACK_LEAST_S):
             return
         self._say(f"no checkpoint after {self._interval(progress)}: {self._reason(selection)}")
 
@@ -181,9 +181,9 @@ class Silence:
         return f"its interval of {self._due_s():g} s"
 
     def _reason(self, selection: Selection | None) -> str:
-        path = self._site.layout.checkpoint_path
+        path = self._context.layout.checkpoint_path
         if selection is None:
-            if self._site.spool.saves():
+            if self._context.spool.saves():
                 return (
                     "the training's Session has saved nothing in that time; it saves at the next "
                     "checkpoint(), with align: epoch at the next end of an epoch"
@@ -203,8 +203,8 @@ class Silence:
         return f"{head}nothing new since the last one ({', '.join(names[:MOST_NAMED])}{more})"
 
     def _say(self, line: str | None) -> None:
-        self._site.messages.say(_SILENCE_PART, line)
-        self._site.spool.show_notice(line)
+        self._context.messages.say(_SILENCE_PART, line)
+        self._context.spool.show_notice(line)
 
 
 SCAN_S = 1.0
@@ -224,24 +224,24 @@ class Snapshots:
     On other nodes, without a checkpoint folder, and for code that uses ``Session``, it only answers requests.
     """
 
-    def __init__(self, site: Site, every: Mapping[str, float] | None) -> None:
+    def __init__(self, context: SidecarContext, every: Mapping[str, float] | None) -> None:
         """Take one at the interval *every* (None: the default), and on request."""
-        self._site = site
+        self._context = context
         self._every = every or SNAPSHOT_EVERY
-        self._settling = Settling(site.monotonic)
-        self._silence = Silence(site, every)
-        self._last_at = site.monotonic()
+        self._settling = Settling(context.monotonic)
+        self._silence = Silence(context, every)
+        self._last_at = context.monotonic()
         self._due_since: float | None = None
         self._next_scan = -float("inf")
         self._is_read = False
         self._unreadable_since: float | None = None
         self._ask: tuple[int, float, str | None] | None = None  # sequence, time seen, fingerprint then
         with suppress(OSError):  # hard links of an interrupted copy would count as foreign names of its files
-            site.spool.remove(site.spool.checkpoints / ".snapshot")
+            context.spool.remove(context.spool.checkpoints / ".snapshot")
 
     def step(self) -> None:
         """Answer a request, take a due snapshot. Never raises for a tree that is not ready."""
-        state = self._site.memory.state
+        state = self._context.memory.state
         if not state.is_laid_out or state.is_final_snapshot_done:
             return
         status = self._status()
@@ -254,14 +254,14 @@ class Snapshots:
             if asked is not None:
                 self._answer(asked, None)
             if ended is not None or state.failed is not None:
-                self._site.memory.update(is_final_snapshot_done=True)
+                self._context.memory.update(is_final_snapshot_done=True)
             return
-        now = self._site.monotonic()
+        now = self._context.monotonic()
         if ended is None and now < self._next_scan:
             return
         self._scan(progress)
         # A large tree is scanned less often, so that scans take at most a twentieth of the time.
-        self._next_scan = now + max(SCAN_S, 20 * (self._site.monotonic() - now))
+        self._next_scan = now + max(SCAN_S, 20 * (self._context.monotonic() - now))
         if ended is not None:
             if self._unreadable_since is None or now - self._unreadable_since >= UNREADABLE_S:
                 self._last(ended)
@@ -273,22 +273,22 @@ class Snapshots:
     # -- what is known
 
     def _folder(self) -> Path | None:
-        path = self._site.layout.checkpoint_path
-        if path is None or self._site.who.node != 0 or self._site.spool.saves():
+        path = self._context.layout.checkpoint_path
+        if path is None or self._context.who.node != 0 or self._context.spool.saves():
             return None
         return Path(path)
 
     def _status(self) -> Status | None:
         try:
-            return self._site.spool.wrapper_status()
+            return self._context.spool.wrapper_status()
         except ProtocolError:
             return None  # the main loop reports it
 
     def _asked(self) -> Control | None:
-        control = self._site.spool.current_control()
+        control = self._context.spool.current_control()
         if control is None or control.action not in ("checkpoint", "leave"):
             return None
-        return control if control.sequence > self._site.memory.state.answered else None
+        return control if control.sequence > self._context.memory.state.answered else None
 
     def _scan(self, progress: Progress) -> None:
         """Scan the tree."""
@@ -297,14 +297,14 @@ class Snapshots:
         if folder is None:
             return
         try:
-            self._site.check_place(folder)
-            self._settling.look(tree.look(folder, parent=self._site.place(folder)), progress)
+            self._context.check_place(folder)
+            self._settling.look(tree.look(folder, parent=self._context.place(folder)), progress)
         except CheckpointError as err:
-            self._site.messages.say(_PART, f"no snapshot: {err}")
+            self._context.messages.say(_PART, f"no snapshot: {err}")
         except OSError as err:  # folder removed or unreadable: the end must not wait for it for ever
             if self._unreadable_since is None:
-                self._unreadable_since = self._site.monotonic()
-            self._site.messages.say(_PART, f"no snapshot: {err}")
+                self._unreadable_since = self._context.monotonic()
+            self._context.messages.say(_PART, f"no snapshot: {err}")
         else:
             self._unreadable_since = None
             self._is_read = True
@@ -314,18 +314,18 @@ class Snapshots:
         return self._settling.select(hurry=hurry) if self._is_read else Selection()
 
     def _is_new(self, selection: Selection) -> bool:
-        return not selection.is_empty and selection.fingerprint != self._site.memory.state.snapshot
+        return not selection.is_empty and selection.fingerprint != self._context.memory.state.snapshot
 
     def _is_due(self, progress: Progress) -> bool:
-        if self._site.spool.saved(self._site.who):
+        if self._context.spool.saved(self._context.who):
             return False  # the last one is still being uploaded
-        state, every = self._site.memory.state, self._every
+        state, every = self._context.memory.state, self._every
         if "steps" in every and progress.step is not None:
             return progress.step - (state.snapshot_step or state.start_step or 0) >= every["steps"]
         if "epochs" in every and progress.epoch is not None:
             return progress.epoch - (state.snapshot_epoch or 0) >= every["epochs"]
         seconds = every.get("seconds", SNAPSHOT_EVERY["seconds"])
-        return self._site.monotonic() - self._last_at >= seconds
+        return self._context.monotonic() - self._last_at >= seconds
 
     # -- the three occasions
 
@@ -333,7 +333,7 @@ class Snapshots:
         if not self._is_due(progress):
             self._due_since = None
             return
-        now = self._site.monotonic()
+        now = self._context.monotonic()
         if self._due_since is None:
             self._due_since = now
         selection = self._selected()
@@ -348,7 +348,7 @@ class Snapshots:
 
     def _for_ask(self, control: Control) -> None:
         """Copy what is new; with ``align: epoch`` wait for the next save, the boundary of such code."""
-        now = self._site.monotonic()
+        now = self._context.monotonic()
         selection = self._selected()
         if self._ask is None or self._ask[0] != control.sequence:
             self._ask = (control.sequence, now, self._settling.fingerprint)
@@ -365,7 +365,7 @@ class Snapshots:
                 self._answer(control, name)
         elif is_late or not self._may_come(selection):
             if selection.waits_for or selection.left_out:
-                self._site.messages.say(_PART, f"no snapshot: {waiting_words(selection)}")
+                self._context.messages.say(_PART, f"no snapshot: {waiting_words(selection)}")
             self._answer(control, None)
 
     def _may_come(self, selection: Selection) -> bool:
@@ -377,16 +377,16 @@ class Snapshots:
 
     def _last(self, ended: Ended) -> None:
         if self._is_read:
-            died_ns = None if ended.exit_code == 0 else self._site.spool.wrapper.stat().st_mtime_ns
+            died_ns = None if ended.exit_code == 0 else self._context.spool.wrapper.stat().st_mtime_ns
             selection = self._settling.select(is_over=True, died_ns=died_ns)
             if self._is_new(selection):
                 self._take(selection, is_final=True)
             elif selection.is_empty and selection.left_out:
-                self._site.messages.say(_PART, f"no last snapshot: {waiting_words(selection)}")
+                self._context.messages.say(_PART, f"no last snapshot: {waiting_words(selection)}")
         asked = self._asked()
         if asked is not None:
             self._answer(asked, None)
-        self._site.memory.update(is_final_snapshot_done=True)
+        self._context.memory.update(is_final_snapshot_done=True)
 
     # -- how
 
@@ -396,35 +396,35 @@ class Snapshots:
         if folder is None:
             return None
         progress = selection.progress
-        spool, site = self._site.spool, self._site
+        spool, context = self._context.spool, self._context
         part = spool.checkpoints / ".snapshot"
-        began = site.monotonic()
+        began = context.monotonic()
         try:
             copy(
                 folder,
                 selection,
                 spool.new_folder(part),
-                parent=site.place(folder),
-                between=site.between,
+                parent=context.place(folder),
+                between=context.between,
                 is_final=is_final,
             )
-            name, body = self._describe(selection, progress, site.monotonic() - began)
+            name, body = self._describe(selection, progress, context.monotonic() - began)
             spool.write_json(snapshot_facts(spool, name), body)
             spool.folder.rename(spool.name(part), spool.name(spool.checkpoints / name))
         except (CheckpointError, OSError) as err:
-            site.messages.say(_PART, f"no snapshot: {err}")
+            context.messages.say(_PART, f"no snapshot: {err}")
             return None
         finally:
             with suppress(OSError):
                 spool.remove(part)
-        site.messages.say(_PART, left_out_words(selection))
+        context.messages.say(_PART, left_out_words(selection))
         self._silence.saved()
-        self._last_at, self._due_since = site.monotonic(), None
-        site.memory.update(
+        self._last_at, self._due_since = context.monotonic(), None
+        context.memory.update(
             snapshot=selection.fingerprint,
             snapshot_step=progress.step,
             snapshot_epoch=progress.epoch,
-            name_step=_step_of(name, site),
+            name_step=_step_of(name, context),
         )
         return name
 
@@ -432,7 +432,7 @@ class Snapshots:
         self, selection: Selection, progress: Progress, save_s: float
     ) -> tuple[str, dict[str, object]]:
         """Name and facts. The name's step grows even for code without steps; the facts may lack one."""
-        who, last = self._site.who, self._site.memory.state.name_step
+        who, last = self._context.who, self._context.memory.state.name_step
         step = selection.step if selection.step is not None else progress.step
         number = step if step is not None and step > last else last + 1
         is_same_step = step is not None and step == progress.step
@@ -448,8 +448,8 @@ class Snapshots:
 
     def _answer(self, control: Control, name: str | None) -> None:
         body = {"sequence": control.sequence, "taken": name is not None, "name": name}
-        self._site.spool.write_json(self._site.spool.snapshot, body)
-        self._site.memory.update(answered=control.sequence)
+        self._context.spool.write_json(self._context.spool.snapshot, body)
+        self._context.memory.update(answered=control.sequence)
 
 
 """Files named in a message. Chosen: a line that a user reads."""
@@ -481,5 +481,5 @@ def snapshot_facts(spool: Spool, name: str) -> Path:
     return spool.checkpoints / f"{name}.snapshot.json"
 
 
-def _step_of(name: str, site: Site) -> int:
-    return max(site.memory.state.name_step, int(name.split("-")[2]))
+def _step_of(name: str, context: SidecarContext) -> int:
+    return max(context.memory.state.name_step, int(name.split("-")[2]))

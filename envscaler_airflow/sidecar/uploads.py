@@ -26,7 +26,7 @@ from envscaler_agent.protocol import (
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
 from envscaler_airflow.sidecar.claim import WHY, standing_of
-from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.snapshots import snapshot_facts
 from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store import checkpoints, manifests, outputs
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 class Chunks:
     """Uploads closed chunks in order and deletes them; a chunk that cannot be uploaded stays."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, context: SidecarContext) -> None:
         """Begin with the existing chunks."""
-        self._site = site
-        self._backoff = Backoff(site.monotonic)
+        self._context = context
+        self._backoff = Backoff(context.monotonic)
 
     def step(self, *, has_ended: bool) -> bool:
         """Upload closed chunks; True when none is left. Once it *has_ended*, no process writes any more."""
@@ -57,28 +57,28 @@ class Chunks:
         try:
             for folder in ("logs", "metrics"):
                 if has_ended:
-                    self._site.spool.close_chunks(folder)
-                for number, path in self._site.spool.chunks(folder):
+                    self._context.spool.close_chunks(folder)
+                for number, path in self._context.spool.chunks(folder):
                     self._send(folder, number, path)
-                    self._site.spool.remove(path)
+                    self._context.spool.remove(path)
         except (StoreError, OSError) as err:
             self._backoff.failed()
-            self._site.messages.say("chunks", f"logs and metrics wait: {err}")
+            self._context.messages.say("chunks", f"logs and metrics wait: {err}")
             return False
         self._backoff.worked()
-        self._site.messages.say("chunks", None)
+        self._context.messages.say("chunks", None)
         return True
 
     def _send(self, folder: str, number: int, path: Path) -> None:
         """Send the chunk; anything else that the training put there is skipped and blocks no later one."""
         try:
-            with self._site.spool.opened(path) as stream:
-                self._site.store.put_file(self._name(folder, number), stream)
+            with self._context.spool.opened(path) as stream:
+                self._context.run.put_file(self._name(folder, number), stream)
         except ProtocolError as err:
-            self._site.messages.say("chunks", f"not uploaded: {err}")
+            self._context.messages.say("chunks", f"not uploaded: {err}")
 
     def _name(self, folder: str, number: int) -> str:
-        who = self._site.who
+        who = self._context.who
         name = log_name if folder == "logs" else metrics_name
         return name(who.generation, who.attempt, who.node, number, who.claim)
 
@@ -93,12 +93,12 @@ class _Uploaded:
 class Checkpoints:
     """Uploads local saves, completes them with a manifest, and removes old ones."""
 
-    def __init__(self, site: Site, keep: int, *, volumes: WriteBack | None = None) -> None:
+    def __init__(self, context: SidecarContext, keep: int, *, volumes: WriteBack | None = None) -> None:
         """Keep the *keep* newest good ones in the store; *volumes* are uploaded with each."""
-        self._site = site
-        self._volumes = volumes or WriteBack(site)
+        self._context = context
+        self._volumes = volumes or WriteBack(context)
         self._keep = keep
-        self._backoff = Backoff(site.monotonic)
+        self._backoff = Backoff(context.monotonic)
         self._uploaded: dict[str, _Uploaded] = {}
         self._given_up: set[str] = set()
         self._warned: set[str] = set()
@@ -111,7 +111,9 @@ class Checkpoints:
         """
         if not self._backoff.is_ready:
             return False
-        waiting = [name for name in self._site.spool.saved(self._site.who) if name not in self._given_up]
+        waiting = [
+            name for name in self._context.spool.saved(self._context.who) if name not in self._given_up
+        ]
         for name in waiting:
             try:
                 self._bring_on(name)
@@ -119,18 +121,18 @@ class Checkpoints:
                 self._give_up(name, str(err))
             except (StoreError, OSError) as err:
                 self._backoff.failed()
-                self._site.messages.say("checkpoint", f"checkpoint {name} waits: {err}")
+                self._context.messages.say("checkpoint", f"checkpoint {name} waits: {err}")
                 return False
         self._backoff.worked()
-        return all(name in self._given_up for name in self._site.spool.saved(self._site.who))
+        return all(name in self._given_up for name in self._context.spool.saved(self._context.who))
 
     def _give_up(self, name: str, why: str) -> None:
         """Stop waiting for it, so that later saves do not wait: it counts as done, like one in the store."""
         self._given_up.add(name)
         self._uploaded.pop(name, None)
-        self._site.messages.say("checkpoint", f"checkpoint {name} is lost: {why}; the one before stays")
+        self._context.messages.say("checkpoint", f"checkpoint {name} is lost: {why}; the one before stays")
         with contextlib.suppress(OSError):
-            self._site.spool.write_json(self._site.spool.done(name), {"name": name, "lost": why})
+            self._context.spool.write_json(self._context.spool.done(name), {"name": name, "lost": why})
             self._tidy(name)
 
     def _bring_on(self, name: str) -> None:
@@ -142,7 +144,7 @@ class Checkpoints:
 
     def _is_in_store(self, name: str) -> bool:
         """True when it is complete: by a sidecar that was killed, or by node 0 with what this node saved."""
-        who, store = self._site.who, self._site.store
+        who, store = self._context.who, self._context.run
         claim = checkpoints.manifest_claim(store, name)
         if claim is None or (who.node == 0 and claim != who.claim):
             return False
@@ -153,31 +155,31 @@ class Checkpoints:
         return True
 
     def _upload(self, name: str) -> None:
-        site = self._site
-        began = site.monotonic()
-        folder = site.spool.folder.enter(site.spool.name(site.spool.checkpoints / name))
-        is_snapshot = snapshot_facts(site.spool, name).exists()
+        context = self._context
+        began = context.monotonic()
+        folder = context.spool.folder.enter(context.spool.name(context.spool.checkpoints / name))
+        is_snapshot = snapshot_facts(context.spool, name).exists()
         skip = set() if is_snapshot else {_AGENT}
         files = [item for item in manifests.files_of(folder) if item.path not in skip]
         prefix = checkpoints.checkpoint_prefix(name)
-        with site.transfer("uploading", checkpoints.words(name)) as moved:
+        with context.transfer("uploading", checkpoints.words(name)) as moved:
             done = manifests.upload(
-                site.store,
+                context.run,
                 prefix,
                 files,
-                node=site.who.node,
-                claim=site.who.claim,
-                between=site.between,
+                node=context.who.node,
+                claim=context.who.claim,
+                between=context.between,
                 shares_names=is_snapshot,
                 moved=moved,
             )
         self._write_back()
-        if site.who.node != 0:
-            part = Manifest(files=done, generation=site.who.generation, attempt=site.who.attempt)
+        if context.who.node != 0:
+            part = Manifest(files=done, generation=context.who.generation, attempt=context.who.attempt)
             manifests.write_manifest(
-                site.store, prefix, part, name=manifests.node_list(site.who.node, site.who.claim)
+                context.run, prefix, part, name=manifests.node_list(context.who.node, context.who.claim)
             )
-        now = site.monotonic()
+        now = context.monotonic()
         self._uploaded[name] = _Uploaded(done, now, now - began)
 
     def _write_back(self) -> None:
@@ -185,13 +187,13 @@ class Checkpoints:
         try:
             self._volumes.flush()
         except CheckpointError as err:
-            self._site.messages.say("volumes", f"not written back: {err}")
+            self._context.messages.say("volumes", f"not written back: {err}")
         else:
-            self._site.messages.say("volumes", None)
+            self._context.messages.say("volumes", None)
 
     def _complete(self, name: str) -> None:
-        site, mine = self._site, self._uploaded[name]
-        if site.who.node != 0:
+        context, mine = self._context, self._uploaded[name]
+        if context.who.node != 0:
             if not self._is_in_store(name):
                 self._check_patience(name, mine, "node 0's manifest", [0])
             return
@@ -204,14 +206,14 @@ class Checkpoints:
         files, differ = _merge([mine.files, *lists])
         manifest = self._manifest(name, files)
         prefix = checkpoints.checkpoint_prefix(name)
-        manifests.write_manifest(site.store, prefix, manifest, name=manifest_name(site.who.claim))
+        manifests.write_manifest(context.run, prefix, manifest, name=manifest_name(context.who.claim))
         self._warn_of(differ)
         self._completed(name, manifest, mine.upload_s)
 
     def _warn_of(self, differ: list[str]) -> None:
         """Warn about files that a restore on another number of nodes would leave out."""
         if not differ:
-            self._site.messages.say("names", None)
+            self._context.messages.say("names", None)
             return
         more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         line = (
@@ -221,7 +223,7 @@ class Checkpoints:
         if differ[0] not in self._warned:
             self._warned.add(differ[0])
             log.warning("%s", line)
-        self._site.messages.say("names", line)
+        self._context.messages.say("names", line)
 
     def _may_publish(self, name: str) -> bool:
         """False, and a message, while the owner prepares a later attempt.
@@ -229,26 +231,26 @@ class Checkpoints:
         Raises:
             CheckpointError: A later attempt has begun, or another pod has claimed the node.
         """
-        standing = standing_of(self._site)
+        standing = standing_of(self._context)
         if standing == "open":
             return True
         if standing != "held":
             raise CheckpointError(WHY[standing])
-        self._site.messages.say("checkpoint", f"checkpoint {name} is not published: {WHY[standing]}")
+        self._context.messages.say("checkpoint", f"checkpoint {name} is not published: {WHY[standing]}")
         return False
 
     def _check_patience(self, name: str, mine: _Uploaded, what: str, nodes: list[int]) -> None:
-        waited = self._site.monotonic() - mine.since
-        is_late = self._site.has_ended() and waited >= OTHERS_AT_END_S and not self._are_uploading(nodes)
+        waited = self._context.monotonic() - mine.since
+        is_late = self._context.has_ended() and waited >= OTHERS_AT_END_S and not self._are_uploading(nodes)
         if is_late or waited >= OTHERS_S:
             raise CheckpointError(f"{what} did not come within {waited:.0f} s")
-        self._site.messages.say("checkpoint", f"checkpoint {name} waits for {what}")
+        self._context.messages.say("checkpoint", f"checkpoint {name} waits for {what}")
 
     def _are_uploading(self, nodes: list[int]) -> bool:
-        who = self._site.who
+        who = self._context.who
         for node in nodes:
             where = status_name(who.generation, who.attempt, node, self._claim_of(node))
-            body = self._site.store.read(where, max_bytes=MAX_JSON_BYTES)
+            body = self._context.run.read(where, max_bytes=MAX_JSON_BYTES)
             try:
                 phase = Status.from_json(body, where=where).phase if body is not None else None
             except ProtocolError:
@@ -258,29 +260,29 @@ class Checkpoints:
         return True
 
     def _claim_of(self, node: int) -> int:
-        who = self._site.who
+        who = self._context.who
         return newest_claim(
-            self._site.store, generation=who.generation, attempt=who.attempt, node=node, known=1
+            self._context.run, generation=who.generation, attempt=who.attempt, node=node, known=1
         )
 
     def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:
         lists, missing = [], []
-        if snapshot_facts(self._site.spool, name).exists():
+        if snapshot_facts(self._context.spool, name).exists():
             return [], []  # only node 0 takes snapshots
         prefix = checkpoints.checkpoint_prefix(name)
         for node in range(1, self._nodes_of(name)):
             listed = manifests.node_list(node, self._claim_of(node))
-            if self._site.store.size(f"{prefix}/{listed}") is None:
+            if self._context.run.size(f"{prefix}/{listed}") is None:
                 missing.append(node)
             else:
-                lists.append(manifests.read_manifest(self._site.store, prefix, name=listed).files)
+                lists.append(manifests.read_manifest(self._context.run, prefix, name=listed).files)
         return lists, missing
 
     def _nodes_of(self, name: str) -> int:
         """Number of nodes that saved it; with elastic nodes, from the number of processes that saved it."""
-        each, processes = self._site.layout.processes_per_node, _whole(self._facts(name)[0], "world_size")
+        each, processes = self._context.layout.processes_per_node, _whole(self._facts(name)[0], "world_size")
         if each is None or processes is None:
-            return self._site.who.nodes
+            return self._context.who.nodes
         return max(1, math.ceil(processes / each))
 
     def _manifest(self, name: str, files: tuple[ManifestFile, ...]) -> Manifest:
@@ -296,8 +298,8 @@ class Checkpoints:
                 samples=_whole(facts, "samples"),
                 world_size=_whole(facts, "world_size"),
                 global_batch=_whole(facts, "global_batch"),
-                generation=self._site.who.generation,
-                attempt=self._site.who.attempt,
+                generation=self._context.who.generation,
+                attempt=self._context.who.attempt,
                 cooperative=cooperative,
                 links=_links(facts),
             )
@@ -305,7 +307,7 @@ class Checkpoints:
             raise CheckpointError(f"{name}: {err}") from err
 
     def _facts(self, name: str) -> tuple[Mapping[str, Any], bool]:
-        spool = self._site.spool
+        spool = self._context.spool
         beside = snapshot_facts(spool, name)
         cooperative = not beside.exists()
         try:
@@ -315,27 +317,27 @@ class Checkpoints:
         return body or {}, cooperative
 
     def _completed(self, name: str, manifest: Manifest, upload_s: float) -> None:
-        site = self._site
+        context = self._context
         self._uploaded.pop(name, None)
         facts, _ = self._facts(name)
         key = parse_checkpoint_name(name)
-        state = site.memory.state
-        site.memory.update(
+        state = context.memory.state
+        context.memory.update(
             last_checkpoint=name,
             last_checkpoint_step=manifest.step if manifest.step is not None else key and key[1],
             checkpoint_s=upload_s + _seconds(facts, "save_s"),
             checkpoints=state.checkpoints + (state.last_checkpoint != name),
             name_step=max(state.name_step, key[1] if key else 0),
         )
-        site.spool.write_json(site.spool.done(name), {"name": name, "step": manifest.step})
-        site.messages.say("checkpoint", None)
+        context.spool.write_json(context.spool.done(name), {"name": name, "step": manifest.step})
+        context.messages.say("checkpoint", None)
         self._tidy(name)
-        if site.who.node == 0:
+        if context.who.node == 0:
             self._prune()
 
     def _tidy(self, newest: str) -> None:
         """Remove local saves that are in the store; the newest of the training's own stays until the next."""
-        spool = self._site.spool
+        spool = self._context.spool
         for path in list(spool.checkpoints.iterdir()):
             if not path.is_dir() or not spool.done(path.name).exists():
                 continue
@@ -346,32 +348,32 @@ class Checkpoints:
                 spool.remove(facts)
 
     def _prune(self) -> None:
-        site = self._site
-        who = site.who
+        context = self._context
+        who = context.who
         try:
             # From the store: the training can change the spool's copy.
-            control = checkpoints.read_control(site.store, control_name(who.generation, who.attempt))
+            control = checkpoints.read_control(context.run, control_name(who.generation, who.attempt))
             if control is None:
                 return
             checkpoints.prune(
-                site.store,
+                context.run,
                 generation=who.generation,
                 attempt=who.attempt,
                 claim=who.claim,
                 candidates=control.candidates or (),
                 keep=self._keep,
-                rejected=[line.partition(":")[0] for line in site.memory.state.rejected],
+                rejected=[line.partition(":")[0] for line in context.memory.state.rejected],
                 spare=self._begun_from(),
             )
         except StoreError as err:
-            site.messages.say("retention", f"old checkpoints stay: {err}")
+            context.messages.say("retention", f"old checkpoints stay: {err}")
         else:
-            site.messages.say("retention", None)
+            context.messages.say("retention", None)
 
     def _begun_from(self) -> str | None:
         """The checkpoint that a late or replaced node starts from, like the others; None if none can."""
-        layout, state = self._site.layout, self._site.memory.state
-        is_alone = self._site.who.nodes == 1 and layout.processes_per_node is None
+        layout, state = self._context.layout, self._context.memory.state
+        is_alone = self._context.who.nodes == 1 and layout.processes_per_node is None
         return None if is_alone else state.restored_from
 
 
@@ -408,10 +410,10 @@ def _seconds(facts: Mapping[str, Any], name: str) -> float:
 class Outputs:
     """Uploads the outputs of a command that succeeded, from node 0."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, context: SidecarContext) -> None:
         """Begin with the outputs that are not uploaded yet."""
-        self._site = site
-        self._backoff = Backoff(site.monotonic)
+        self._context = context
+        self._backoff = Backoff(context.monotonic)
 
     def step(self) -> bool:
         """Upload what is missing; True when nothing is left, or when an output is not available.
@@ -421,41 +423,41 @@ class Outputs:
         """
         if not self._backoff.is_ready:
             return False
-        site = self._site
-        for name, path in sorted(site.layout.outputs.items()):
-            if name in site.memory.state.outputs:
+        context = self._context
+        for name, path in sorted(context.layout.outputs.items()):
+            if name in context.memory.state.outputs:
                 continue
             try:
                 self._put(name, Path(path))
             except CheckpointError as err:
-                site.memory.update(failed=str(err))
+                context.memory.update(failed=str(err))
                 return True
             except (StoreError, OSError) as err:
                 self._backoff.failed()
-                site.messages.say("outputs", f"output {name} waits: {err}")
+                context.messages.say("outputs", f"output {name} waits: {err}")
                 return False
-        site.messages.say("outputs", None)
+        context.messages.say("outputs", None)
         return True
 
     def _check_standing(self, name: str) -> None:
-        standing = standing_of(self._site)
+        standing = standing_of(self._context)
         if standing == "held":
             raise StoreError(WHY[standing], transient=True)
         if standing != "open":
             raise CheckpointError(f"output {name!r}: {WHY[standing]}")
 
     def _put(self, name: str, path: Path) -> None:
-        site = self._site
-        who = site.who
-        site.check_place(path)
-        with site.transfer("uploading", f"output {name}") as moved:
+        context = self._context
+        who = context.who
+        context.check_place(path)
+        with context.transfer("uploading", f"output {name}") as moved:
             uri = outputs.put_output(
-                site.store,
+                context.run,
                 name,
                 path,
-                parent=site.place(path),
+                parent=context.place(path),
                 attempt=(who.generation, who.attempt),
                 claim=who.claim,
-                hooks=outputs.Hooks(site.between, partial(self._check_standing, name), moved),
+                hooks=outputs.Hooks(context.between, partial(self._check_standing, name), moved),
             )
-        site.memory.update(outputs={**site.memory.state.outputs, name: uri})
+        context.memory.update(outputs={**context.memory.state.outputs, name: uri})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
-from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import open_store
@@ -24,15 +24,15 @@ COARSE_NS = 10_000_000
 class WriteBack:
     """Uploads changed files with every checkpoint and at the end of a command that succeeded."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, context: SidecarContext) -> None:
         """Continue from the marks in the spool."""
-        self._site = site
-        self._backoff = Backoff(site.monotonic)
+        self._context = context
+        self._backoff = Backoff(context.monotonic)
 
     def mark(self) -> None:
         """Record that the store has everything in the volumes now. Raises OSError."""
         for index, _ in self._writable():
-            self._site.spool.write(self._mark(index), b"")
+            self._context.spool.write(self._mark(index), b"")
 
     def flush(self) -> None:
         """Upload what changed since the last time.
@@ -48,13 +48,13 @@ class WriteBack:
             mark = self._mark(index)
             since = self._marked_ns(mark)
             now = mark.with_suffix(".new")
-            self._site.spool.write(now, b"")
+            self._context.spool.write(now, b"")
             try:
                 self._upload(mount, since - COARSE_NS)
             except CheckpointError as err:
                 refused = refused or err
             else:
-                self._site.spool.folder.rename(now.name, mark.name)
+                self._context.spool.folder.rename(now.name, mark.name)
         if refused is not None:
             raise refused
 
@@ -69,36 +69,36 @@ class WriteBack:
         try:
             self.flush()
         except CheckpointError as err:
-            self._site.memory.update(failed=str(err))
+            self._context.memory.update(failed=str(err))
             return True
         except (StoreError, OSError) as err:
             self._backoff.failed()
-            self._site.messages.say("volumes", f"volumes wait: {err}")
+            self._context.messages.say("volumes", f"volumes wait: {err}")
             return False
-        self._site.messages.say("volumes", None)
+        self._context.messages.say("volumes", None)
         return True
 
     def _writable(self) -> list[tuple[int, Mount]]:
-        found = [item for item in enumerate(self._site.layout.mounts) if item[1].is_written_back]
+        found = [item for item in enumerate(self._context.layout.mounts) if item[1].is_written_back]
         return [(index, mount) for index, mount in found if not is_output_uri(mount.source)]
 
     def _marked_ns(self, mark: Path) -> int:
         """When the mark was made, by the file system's clock; 0 without one."""
         try:
-            return self._site.spool.folder.stat(mark.name).st_mtime_ns
+            return self._context.spool.folder.stat(mark.name).st_mtime_ns
         except FileNotFoundError:
             return 0
 
     def _mark(self, index: int) -> Path:
-        return self._site.spool.root / f"volume-{index}.mark"
+        return self._context.spool.root / f"volume-{index}.mark"
 
     def _upload(self, mount: Mount, since_ns: int) -> None:
-        site = self._site
-        site.check_place(Path(mount.path))
-        store = open_store(mount.source, site.layout.store_options)
-        found = manifests.walk(Path(mount.path), parent=site.place(Path(mount.path)))
+        context = self._context
+        context.check_place(Path(mount.path))
+        store = open_store(mount.source, context.layout.store_options)
+        found = manifests.walk(Path(mount.path), parent=context.place(Path(mount.path)))
         items = [item for item in found if item.ctime_ns >= since_ns]
-        with site.transfer("uploading", f"volume {mount.name}") as moved:
+        with context.transfer("uploading", f"volume {mount.name}") as moved:
             moved.begin(sum(item.size for item in items))
 
             def put(item: manifests.TreeFile) -> None:
@@ -111,5 +111,5 @@ class WriteBack:
                     raise CheckpointError(f"volume {mount.name}: {item.path}: {err}") from err
 
             manifests.side_by_side(
-                put, items, store.at_once, size=lambda item: item.size, between=site.between
+                put, items, store.at_once, size=lambda item: item.size, between=context.between
             )

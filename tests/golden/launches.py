@@ -31,7 +31,7 @@ from envscaler_airflow.owner.freeze import attempt_request, freeze, write
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState
-from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.setup import lay_out
 from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
 from envscaler_airflow.store.file import FileStore
@@ -232,9 +232,9 @@ class _Launched:
         root = self.folder / f"{backend}-{node}"
         root.mkdir()
         case, spool = self.case, Spool(root / "spool")
-        site = Site(
+        context = SidecarContext(
             spool=spool,
-            store=self.store,
+            run=self.store,
             who=Who(1, case.number, node, case.allocation.nodes),
             layout=Layout.model_validate(_below(layout, root)),
             memory=Memory(spool),
@@ -245,20 +245,20 @@ class _Launched:
         candidates = () if case.saved_step is None else (self._saved(case.saved_step),)
         control = Control(candidates=candidates, **case.control)
         self.store.write(control_name(1, case.number), control.to_json())
-        lay_out(site)
+        lay_out(context)
         if node == 0:
-            self._publish(site)
+            self._publish(context)
         return json.loads(replaced(spool.start.read_text(), {str(root): ""}))
 
-    def _publish(self, site: Site) -> None:
+    def _publish(self, context: SidecarContext) -> None:
         """The status of node 0, from which the others take its checkpoint and its address."""
-        state = site.memory.state
+        state = context.memory.state
         status = Status(
             attempt=self.case.number,
             start_step=state.start_step,
             restored_from=state.restored_from,
             restored_claim=state.restored_claim,
-            address=site.address,
+            address=context.address,
         )
         self.store.write(status_name(1, self.case.number, 0), status.to_json())
 

@@ -237,11 +237,11 @@ def test_only_steps_told_by_the_log_are_timed_here(by, rate):
     """A session counts its own, and its first report of a restored step is a jump; a log needs a count."""
     said = Progress()
 
-    class Pump:
+    class OutputCopier:
         def progress(self):
             return said if by == "log" else Progress()
 
-    tracker = _Tracker(Pump(), None, 0.0)
+    tracker = _Tracker(OutputCopier(), None, 0.0)
     for now, step in ((1.0, 0), (11.0, 1000)):
         said = Progress(step=step)
         got = tracker.merge(now, SessionReport(progress=said if by == "session" else Progress()))

@@ -14,7 +14,7 @@ from envscaler_agent.protocol import (
     status_name,
 )
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.sidecar.context import Site
+from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.snapshots import Snapshots
 from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
 from envscaler_airflow.store import manifests
@@ -82,25 +82,25 @@ class Bench:
         self.who = Who(generation, attempt, node, nodes)
         self.layout = Layout.model_validate({"spec": "spec-0.json", **(layout or {})})
         self.spool = Spool(root / f"n{node}" / "spool")
-        self.site = self.restarted()
+        self.context = self.restarted()
 
     def restarted(self):
-        """Return the site of a sidecar that was killed and restarted."""
-        self.site = Site(
+        """Return the context of a sidecar that was killed and restarted."""
+        self.context = SidecarContext(
             spool=self.spool,
-            store=self.store,
+            run=self.store,
             who=self.who,
             layout=self.layout,
             memory=Memory(self.spool, own=self.layout.own_folder),
             monotonic=self.clock,
             patience_s=0,
         )
-        return self.site
+        return self.context
 
     @property
     def state(self):
         """Return the sidecar's stored state."""
-        return self.site.memory.state
+        return self.context.memory.state
 
     def owner_asks(self, **fields):
         """Write the control into the store."""
@@ -187,9 +187,9 @@ def trained(make_bench, tmp_path):
         bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")}, **options)
         bench.ck = tmp_path / "ck"
         bench.ck.mkdir(exist_ok=True)
-        bench.site.memory.update(is_laid_out=True, start_step=0)
+        bench.context.memory.update(is_laid_out=True, start_step=0)
         bench.wrapper_says(progress={"step": 0})
-        bench.snapshots = Snapshots(bench.site, every or {"seconds": 60})
+        bench.snapshots = Snapshots(bench.context, every or {"seconds": 60})
         return bench
 
     return make

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envscaler_airflow.sidecar.inputs import bring
+from envscaler_airflow.sidecar.inputs import copy_in
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.filesystem import FilesystemStore
@@ -38,7 +38,7 @@ def brought(make_bench, bucket, tmp_path):
         folder = tmp_path / "machine" / "data"
         index = str(tmp_path / "machine" / "index.json")
         mount = Mount(name="d", source=bucket.url, path=str(folder), read_only=True, index=index)
-        bring(make_bench().site, mount)
+        copy_in(make_bench().context, mount)
         return {
             str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
         }

@@ -22,7 +22,7 @@ def test_closed_chunks_go_up_in_order_and_are_deleted(bench, store):
     chunk(bench, "logs", "000004.open", "half")
     chunk(bench, "metrics", "000001.jsonl", "{}")
 
-    assert Chunks(bench.site).step(has_ended=False)
+    assert Chunks(bench.context).step(has_ended=False)
 
     expected = [f"logs/g1-a2-n0-c1-{number:06d}.log" for number in (1, 2, 3)]
     assert store.puts == [*expected, "metrics/g1-a2-n0-c1-000001.jsonl"]
@@ -32,12 +32,12 @@ def test_closed_chunks_go_up_in_order_and_are_deleted(bench, store):
 
 def test_a_store_outage_keeps_chunks_and_their_order(bench, store):
     """Retried after two, then four seconds; no chunk is lost, and none overtakes another."""
-    chunks = Chunks(bench.site)
+    chunks = Chunks(bench.context)
     for number in (1, 2):
         chunk(bench, "logs", f"{number:06d}.log", str(number))
     store.down = True
     assert not chunks.step(has_ended=False)
-    assert bench.site.messages.text() == "logs and metrics wait: the store is down"
+    assert bench.context.messages.text() == "logs and metrics wait: the store is down"
     bench.clock.now += 2
     assert not chunks.step(has_ended=False)
     store.down = False
@@ -49,7 +49,7 @@ def test_a_store_outage_keeps_chunks_and_their_order(bench, store):
     assert chunks.step(has_ended=False)
 
     assert store.puts == ["logs/g1-a2-n0-c1-000001.log", "logs/g1-a2-n0-c1-000002.log"]
-    assert bench.site.messages.text() == ""
+    assert bench.context.messages.text() == ""
 
 
 def test_a_sidecar_killed_after_an_upload_repeats_it_under_the_same_number(bench, store, monkeypatch):
@@ -61,7 +61,7 @@ def test_a_sidecar_killed_after_an_upload_repeats_it_under_the_same_number(bench
             lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         with pytest.raises(KeyboardInterrupt):
-            Chunks(bench.site).step(has_ended=False)
+            Chunks(bench.context).step(has_ended=False)
 
     Chunks(bench.restarted()).step(has_ended=False)
 
@@ -74,7 +74,7 @@ def test_what_a_killed_wrapper_left_open_goes_up_at_the_end(bench, store):
     chunk(bench, "logs", "000002.open", "MemoryError")
     chunk(bench, "metrics", "000001.open", "")
 
-    Chunks(bench.site).step(has_ended=True)
+    Chunks(bench.context).step(has_ended=True)
 
     assert store.read("logs/g1-a2-n0-c1-000002.log") == b"MemoryError"
     assert store.children("metrics") == []
@@ -85,6 +85,6 @@ def test_a_link_among_the_chunks_is_not_followed(bench, store, tmp_path):
     (tmp_path / "secret").write_text("token")
     (bench.spool.root / "logs/000001.log").symlink_to(tmp_path / "secret")
 
-    Chunks(bench.site).step(has_ended=True)
+    Chunks(bench.context).step(has_ended=True)
 
     assert store.puts == []

@@ -76,9 +76,9 @@ def test_a_claim_that_cannot_be_read_is_another_pods(store):
 def unclaimed(bench, uid):
     """Return the bench's sidecar before its claim."""
     bench.who = Who(1, 2, bench.who.node, bench.who.nodes, claim=0)
-    site = bench.restarted()
-    site.uid = uid
-    return site
+    context = bench.restarted()
+    context.uid = uid
+    return context
 
 
 def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
@@ -86,17 +86,17 @@ def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
     claim(store, "lost pod")
     bench.owner_asks()
     store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
-    site = unclaimed(bench, "new pod")
+    context = unclaimed(bench, "new pod")
     (bench.spool.root / "logs/000001.log").write_text("hello\n")
-    sidecar = Sidecar(site)
+    sidecar = Sidecar(context)
     store.puts.clear()
     sidecar.step()
     assert store.puts == []
 
-    lay_out(site)
+    lay_out(context)
     sidecar.step()
 
-    assert site.who.claim == 2
+    assert context.who.claim == 2
     assert store.puts == ["logs/g1-a2-n0-c2-000001.log", "status/g1-a2-n0-c2.json"]
 
 
@@ -104,16 +104,16 @@ def test_a_restarted_sidecar_needs_no_store_to_know_its_claim(bench, store):
     """sidecar.json has it, under the UID of its pod (D1)."""
     standing.take(unclaimed(bench, "pod"))
     store.down = True
-    site = unclaimed(bench, "pod")
+    context = unclaimed(bench, "pod")
 
-    standing.take(site)
+    standing.take(context)
 
-    assert (site.who.claim, Memory(bench.spool).state.uid) == (1, "pod")
+    assert (context.who.claim, Memory(bench.spool).state.uid) == (1, "pod")
 
 
 def test_only_the_pod_that_claimed_last_is_heard(bench, store):
     """The lost pod keeps running and reports; the owner reads only the new one, or nothing yet (D1)."""
-    old = bench.site
+    old = bench.context
     claim(store, "old")
     Speaker(old).step(compose(old, Status(phase="running"), is_over=False))
     assert Run(store, "").status((1, 2)).claim == 1
@@ -135,9 +135,9 @@ def test_a_pod_with_a_lower_claim_publishes_nothing_and_ends(bench, store, tmp_p
     claim(store, "new")
     bench.session_saves(NAME, step=300)
 
-    assert Checkpoints(bench.site, 3).step()
-    assert Outputs(bench.site).step()
-    watch = OwnerWatch(bench.site)
+    assert Checkpoints(bench.context, 3).step()
+    assert Outputs(bench.context).step()
+    watch = OwnerWatch(bench.context)
     watch.step()
 
     assert complete_checkpoints(store, 1) == ()
@@ -163,10 +163,10 @@ def test_a_checkpoint_does_not_count_once_another_pod_came_during_its_upload(ben
 
     store._store.put_file = slow
 
-    assert Checkpoints(bench.site, 3).step()
+    assert Checkpoints(bench.context, 3).step()
 
     assert complete_checkpoints(store, 1) == ()
-    assert "another pod has claimed this node" in bench.site.messages.text()
+    assert "another pod has claimed this node" in bench.context.messages.text()
 
 
 def test_an_output_does_not_count_once_another_pod_came_during_its_upload(bench, store, tmp_path):
@@ -174,7 +174,7 @@ def test_an_output_does_not_count_once_another_pod_came_during_its_upload(bench,
     path = tmp_path / "model"
     path.write_text("weights")
     bench.layout = bench.layout.model_copy(update={"outputs": {"model": str(path)}})
-    site = bench.restarted()
+    context = bench.restarted()
     claim(store, "old")
     put_file = store._store.put_file
 
@@ -184,7 +184,7 @@ def test_an_output_does_not_count_once_another_pod_came_during_its_upload(bench,
 
     store._store.put_file = slow
 
-    assert Outputs(site).step()
+    assert Outputs(context).step()
 
     assert store.names("outputs") == ["outputs/g1-a2-c1/model/model"]
     assert "another pod has claimed this node" in bench.state.failed
@@ -195,11 +195,11 @@ def test_without_the_store_a_pod_trains_on(bench, store):
     bench.heard()
     store.down = True
 
-    OwnerWatch(bench.site).step()
+    OwnerWatch(bench.context).step()
 
     assert bench.spool.current_control().action == "run"
     bench.session_saves(NAME, step=300)
-    assert not Checkpoints(bench.site, 3).step()
+    assert not Checkpoints(bench.context, 3).step()
 
 
 def test_the_log_of_a_replaced_node_goes_on_with_its_next_pod(store):
@@ -223,7 +223,7 @@ def following(make_bench, on_wait, *, claims=1):
     """Return node 1 of two under its *claims*-th claim; *on_wait* is called with the number of each wait."""
     bench = make_bench(node=1, nodes=2)
     bench.who = Who(1, 2, 1, 2, claim=claims)
-    site = bench.restarted()
+    context = bench.restarted()
     waits = []
 
     def wait(seconds):
@@ -231,9 +231,9 @@ def following(make_bench, on_wait, *, claims=1):
         bench.clock.now += max(seconds, 20.0)
         on_wait(len(waits))
 
-    site.ending = threading.Event()
-    site.ending.wait = wait
-    return site
+    context.ending = threading.Event()
+    context.ending.wait = wait
+    return context
 
 
 def report(store, number, sequence=1, **fields):
@@ -254,10 +254,10 @@ def test_a_replaced_node_does_not_take_an_old_pods_end_for_node_0s(make_bench, s
         if count == 5:
             report(store, 2, sequence=2, address="10.0.0.9:29400")
 
-    site = following(make_bench, on_wait, claims=2)
+    context = following(make_bench, on_wait, claims=2)
 
-    assert restore(site, Control()) is None
-    assert site.rendezvous == "10.0.0.9:29400"
+    assert restore(context, Control()) is None
+    assert context.rendezvous == "10.0.0.9:29400"
 
 
 def test_a_replaced_node_follows_no_choice_that_was_left_behind(make_bench, store):
@@ -270,34 +270,34 @@ def test_a_replaced_node_follows_no_choice_that_was_left_behind(make_bench, stor
             claim(store, "new 0")
             report(store, 2, address="10.0.0.2:29400")
 
-    site = following(make_bench, on_wait, claims=2)
-    restore(site, Control())
+    context = following(make_bench, on_wait, claims=2)
+    restore(context, Control())
 
-    assert site.rendezvous == "10.0.0.2:29400"
+    assert context.rendezvous == "10.0.0.2:29400"
 
 
 def test_a_replaced_node_follows_a_node_0_that_lives(make_bench, store):
     """Node 0 was not replaced and reports again: the choice and address stay valid (D14)."""
     claim(store, "0")
     report(store, 1, address="10.0.0.1:29400")
-    site = following(
+    context = following(
         make_bench, lambda count: report(store, 1, sequence=1 + count, address="10.0.0.1:29400"), claims=2
     )
 
-    restore(site, Control())
+    restore(context, Control())
 
-    assert site.rendezvous == "10.0.0.1:29400"
+    assert context.rendezvous == "10.0.0.1:29400"
 
 
 def test_an_address_that_is_none_is_left_out(make_bench, store):
     """A status is untrusted data (D14)."""
     claim(store, "0")
     report(store, 1, address="$(touch /tmp/x)")
-    site = following(make_bench, lambda _count: None)
+    context = following(make_bench, lambda _count: None)
 
-    restore(site, Control())
+    restore(context, Control())
 
-    assert site.rendezvous is None
+    assert context.rendezvous is None
 
 
 def test_a_node_0_that_is_not_replaced_in_time_ends_the_others(make_bench, store):
@@ -305,10 +305,10 @@ def test_a_node_0_that_is_not_replaced_in_time_ends_the_others(make_bench, store
     claim(store, "0")
     report(store, 1, ended=Ended(reason="killed"), phase="ended")
     waits = []
-    site = following(make_bench, waits.append, claims=2)
+    context = following(make_bench, waits.append, claims=2)
 
     with pytest.raises(SetupCancelledError, match="node 0 has ended: killed"):
-        restore(site, Control())
+        restore(context, Control())
     assert len(waits) == 45  # of 20 s
 
 
@@ -316,12 +316,12 @@ def test_the_command_learns_the_address_with_the_choice(bench, store):
     """start.json has both, so address and checkpoint come from the same pod (D14)."""
     bench.owner_asks()
     store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
-    bench.site.address = "10.0.0.1:29400"
+    bench.context.address = "10.0.0.1:29400"
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert bench.start()["env"] == {ADDRESS: "10.0.0.1:29400"}
-    assert compose(bench.site, None, is_over=False).address == "10.0.0.1:29400"
+    assert compose(bench.context, None, is_over=False).address == "10.0.0.1:29400"
 
 
 # -- checkpoints
@@ -341,13 +341,13 @@ def test_a_checkpoint_has_a_part_for_each_node_and_claim(make_bench, store):
 def saved_by(bench, number, name, data):
     """Let the pod with claim *number* save and publish checkpoint *name*, despite any other claims."""
     bench.who = Who(1, 2, 0, 1, claim=number)
-    site = bench.restarted()
+    context = bench.restarted()
     bench.session_saves(name, {"model.bin": data}, step=300)
-    checkpoints = Checkpoints(site, 3)
+    checkpoints = Checkpoints(context, 3)
     checkpoints._may_publish = lambda _name: True  # the claims were read a moment before
     assert checkpoints.step()
     bench.spool.done(name).unlink()
-    return site
+    return context
 
 
 def test_what_an_older_pod_publishes_late_is_void(bench, store):
@@ -430,12 +430,12 @@ def test_each_node_gets_its_own_file_of_one_name_back(make_bench, store, caplog)
         content = {"model.pt": b"rank %d" % min(bench.who.node, 1), "config.json": b"{}"}
         bench.session_saves(NAME, content, step=300)
     for bench in (*benches[1:], benches[0]):
-        checkpoints = Checkpoints(bench.site, 3)
+        checkpoints = Checkpoints(bench.context, 3)
         checkpoints.step()
 
     assert complete_checkpoints(store, 1) == (NAME,)
     words = "several nodes saved different files as model.pt; each node gets its own back"
-    assert words in benches[0].site.messages.text()
+    assert words in benches[0].context.messages.text()
     assert words in caplog.text
     got = []
     for node in range(4):

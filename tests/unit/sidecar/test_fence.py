@@ -124,7 +124,7 @@ def old_sidecar(root, keep):
         bench = Bench(root, store=store, attempt=1)
         for step in SAVES:
             bench.session_saves(f"g1-step-{step:08d}-a1", step=step)
-            checkpoints = Checkpoints(bench.site, keep)
+            checkpoints = Checkpoints(bench.context, keep)
             with contextlib.suppress(StoreError):
                 checkpoints.step()
 
@@ -184,12 +184,12 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
     intent.hold(store, Control(), generation=1, attempt=2)
     name = "g1-step-00000300-a1"
     bench.session_saves(name, step=300)
-    checkpoints, outputs = Checkpoints(bench.site, 3), Outputs(bench.site)
+    checkpoints, outputs = Checkpoints(bench.context, 3), Outputs(bench.context)
 
     assert not checkpoints.step()
     assert not outputs.step()
     assert complete_checkpoints(store, 1) == ()
-    assert "the owner prepares a later attempt" in bench.site.messages.text()
+    assert "the owner prepares a later attempt" in bench.context.messages.text()
 
     bench.clock.now += 60
     intent.promise(store, Control(), (), generation=1, attempt=2)
@@ -206,12 +206,12 @@ def test_a_start_waits_until_the_owner_has_listed(bench, store):
     said = []
 
     def wait(_seconds):
-        said.append(bench.site.messages.text())
+        said.append(bench.context.messages.text())
         intent.promise(store, Control(), (known,), generation=1, attempt=2)
 
-    bench.site.ending.wait = wait
+    bench.context.ending.wait = wait
 
-    assert _first_control(bench.site).candidates == (known,)
+    assert _first_control(bench.context).candidates == (known,)
     assert said == ["waits until the owner has listed the checkpoints to resume from"]
 
 

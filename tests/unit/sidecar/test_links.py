@@ -99,10 +99,10 @@ def test_a_checkpoint_swapped_after_the_look_is_not_followed(bench, store, secre
     folder = bench.session_saves(NAME, {"sub/inner/weights.bin": b"mine"}, step=300)
     swapping(lambda: swap(folder / "sub/inner/weights.bin", secret))
 
-    Checkpoints(bench.site, keep=2).step()
+    Checkpoints(bench.context, keep=2).step()
 
     assert SECRET not in everything(store)
-    assert bench.site.messages.text() != ""
+    assert bench.context.messages.text() != ""
 
 
 @pytest.mark.parametrize("swap", SWAPS)
@@ -112,10 +112,10 @@ def test_an_output_swapped_after_the_look_is_not_followed(
     """Also where the folder of the output itself, or its parent, is swapped (B1)."""
     bench = make_bench(layout={"outputs": {"model": str(tmp_path / "out/model")}})
     put(tmp_path / "out/model", {"inner/weights.bin": b"mine"})
-    bench.site.remember_places()
+    bench.context.remember_places()
     swapping(lambda: swap(tmp_path / "out/model/inner/weights.bin", secret))
 
-    Outputs(bench.site).step()
+    Outputs(bench.context).step()
 
     assert SECRET not in everything(store)
 
@@ -127,12 +127,12 @@ def test_a_snapshot_swapped_after_the_look_holds_nothing_of_others(
     """No copy is made, neither at an interval nor at the end, when files are linked (B1)."""
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     put(tmp_path / "ck", {"inner/weights.bin": b"mine"})
-    bench.site.memory.update(is_laid_out=True, start_step=0)
-    bench.site.remember_places()
+    bench.context.memory.update(is_laid_out=True, start_step=0)
+    bench.context.remember_places()
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
     swapping(lambda: swap(tmp_path / "ck/inner/weights.bin", secret))
 
-    Snapshots(bench.site, {"seconds": 1}).step()
+    Snapshots(bench.context, {"seconds": 1}).step()
 
     copies = [path for path in bench.spool.checkpoints.rglob("*") if path.is_file()]
     assert SECRET not in [path.read_bytes() for path in copies]
@@ -144,10 +144,10 @@ def test_a_volume_swapped_after_the_look_is_not_followed(make_bench, tmp_path, s
     mount = {"name": "data", "source": "memory://links-back/data", "path": str(tmp_path / "data")}
     bench = make_bench(layout={"mounts": [mount]})
     put(tmp_path / "data", {"sub/inner/weights.bin": b"mine"})
-    bench.site.remember_places()
+    bench.context.remember_places()
     swapping(lambda: swap(tmp_path / "data/sub/inner/weights.bin", secret))
 
-    WriteBack(bench.site).step()
+    WriteBack(bench.context).step()
 
     assert SECRET not in everything(open_store(mount["source"]))
 
@@ -162,7 +162,7 @@ def test_a_chunk_swapped_after_the_look_is_not_sent(bench, store, secret, monkey
     swap(first, secret)
     monkeypatch.setattr(type(bench.spool), "chunks", lambda _, folder: seen if folder == "logs" else [])
 
-    Chunks(bench.site).step(has_ended=False)
+    Chunks(bench.context).step(has_ended=False)
 
     assert everything(store) == [b"line 2"]
 
@@ -173,7 +173,7 @@ def test_a_folder_of_chunks_that_became_a_link_is_not_read(bench, store, secret)
     (bench.spool.root / "logs").rmdir()
     (bench.spool.root / "logs").symlink_to(secret.parent)
 
-    Chunks(bench.site).step(has_ended=True)
+    Chunks(bench.context).step(has_ended=True)
 
     assert everything(store) == []
 
@@ -189,7 +189,7 @@ def test_what_was_hashed_is_what_is_sent(bench, store, secret):
 
     store._store.put_file = put_file
 
-    Checkpoints(bench.site, keep=2).step()
+    Checkpoints(bench.context, keep=2).step()
 
     assert store.read(f"checkpoints/{NAME}/n0-c1/weights.bin") == b"mine"
     assert SECRET not in everything(store)
@@ -224,9 +224,9 @@ def test_a_restore_writes_through_no_link(make_bench, tmp_path, secret):
     name = bench.in_store("g1-step-00000100-a1", {"inner/weights.bin": b"old"}, cooperative=False)
     (tmp_path / "ck").mkdir()
     (tmp_path / "ck/inner").symlink_to(secret.parent)
-    bench.site.remember_places()
+    bench.context.remember_places()
 
-    restore(bench.site, Control(candidates=(name,)))
+    restore(bench.context, Control(candidates=(name,)))
 
     assert secret.read_bytes() == SECRET
     assert (tmp_path / "ck/inner/weights.bin").read_bytes() == b"old"
@@ -239,7 +239,7 @@ def test_a_restore_is_not_laid_into_a_foreign_folder(bench, secret):
     (bench.spool.restored / name).mkdir()
     (bench.spool.restored / name / "inner").symlink_to(secret.parent)
 
-    assert restore(bench.site, Control(candidates=(name,))) is None
+    assert restore(bench.context, Control(candidates=(name,))) is None
 
     assert secret.read_bytes() == SECRET
     assert bench.state.rejected
@@ -250,14 +250,14 @@ def test_where_folders_were_is_remembered_where_the_training_cannot_write(make_b
     layout = {"outputs": {"model": str(tmp_path / "out/model")}, "own": str(tmp_path / "own")}
     bench = make_bench(layout=layout)
     (tmp_path / "out").mkdir()
-    bench.site.remember_places()
+    bench.context.remember_places()
     body = json.loads(bench.spool.sidecar.read_bytes())
     body["places"] = {str(tmp_path / "out/model"): str(secret.parent)}
     bench.spool.write_json(bench.spool.sidecar, body)
 
-    site = bench.restarted()
+    context = bench.restarted()
 
-    assert site.place(tmp_path / "out/model") == Place(tmp_path / "out")
+    assert context.place(tmp_path / "out/model") == Place(tmp_path / "out")
 
 
 @pytest.mark.parametrize("depth", [3, 2, 1], ids=["file", "folder", "above"])

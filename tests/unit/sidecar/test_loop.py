@@ -40,7 +40,7 @@ def rounds(bench, sidecar, count=1):
 def test_a_whole_life(ready, store, tmp_path):
     """Set up, run, checkpoint, succeed; the end follows the last upload, and ``done`` follows the end."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     sidecar.step()
     assert bench.status().phase == "setup"
 
@@ -69,7 +69,7 @@ def test_a_whole_life(ready, store, tmp_path):
 def test_the_end_is_not_said_before_everything_is_up(ready, store, tmp_path):
     """The store accepts only the status: the node is uploading, not ended."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     (tmp_path / "model").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
@@ -88,7 +88,7 @@ def test_the_end_is_not_said_before_everything_is_up(ready, store, tmp_path):
 def test_the_last_output_of_the_command_goes_up_before_the_end(ready, store, tmp_path):
     """Only the logs cannot be written: a reader of the end wants the last lines too."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     (tmp_path / "model").write_text("W")
     (bench.spool.root / "logs/000001.log").write_text("bye")
@@ -112,7 +112,7 @@ def test_the_last_output_of_the_command_goes_up_before_the_end(ready, store, tmp
 def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
     """The uploads were complete, then the other thread finished the last snapshot."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     real = sidecar.heavy._checkpoints.step
 
@@ -120,7 +120,7 @@ def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
         is_through = real()
         if not bench.state.is_final_snapshot_done:
             bench.session_saves("g1-step-00000009-a2", step=9)
-            bench.site.memory.update(is_final_snapshot_done=True)
+            bench.context.memory.update(is_final_snapshot_done=True)
         return is_through
 
     sidecar.heavy._checkpoints.step = step
@@ -134,7 +134,7 @@ def test_a_snapshot_that_comes_at_the_last_moment_goes_up(ready, store):
 def test_done_is_not_said_before_the_end_was(ready, store, tmp_path):
     """A reader of ``done`` may remove the machine: the last status must already be in the store."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     (tmp_path / "model").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
@@ -154,7 +154,7 @@ def test_done_is_not_said_before_the_end_was(ready, store, tmp_path):
 def test_a_missing_output_turns_success_into_failure(ready):
     """Exit code 0, no output: the status has the reason and the path."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded", "last_lines": ["ok"]})
 
@@ -170,7 +170,7 @@ def test_a_missing_output_turns_success_into_failure(ready):
 def test_outputs_of_a_command_that_did_not_succeed_stay_here(ready, store, tmp_path, reason):
     """A half-trained model is not an output."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     (tmp_path / "model").write_text("half")
     bench.wrapper_says(ended={"exit_code": 1, "reason": reason})
@@ -184,7 +184,7 @@ def test_outputs_of_a_command_that_did_not_succeed_stay_here(ready, store, tmp_p
 def test_the_last_checkpoint_goes_up_before_the_end(ready, store):
     """Saved while draining, seconds before the command ended."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     bench.session_saves("g1-step-00000010-a2", step=10)
     bench.wrapper_says(ended={"exit_code": 85, "reason": "left"})
@@ -200,7 +200,7 @@ def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store
     store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     bench.owner_asks()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     (tmp_path / "ck/model.bin").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"}, progress={"step": 9})
@@ -214,7 +214,7 @@ def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store
 def test_a_failed_set_up_is_said_with_its_reason(make_bench):
     """The wrapper reads it and ends; the status carries the wrapper's report."""
     bench = make_bench()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar, 2)
     assert bench.status().ended is None
     assert bench.status().message.startswith("set-up failed: ")
@@ -228,7 +228,7 @@ def test_a_failed_set_up_is_said_with_its_reason(make_bench):
 def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_bench):
     """Two minutes later the sidecar reports the end instead of the wrapper."""
     bench = make_bench()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar, 2)
     bench.clock.now += WRAPPER_S
 
@@ -242,7 +242,7 @@ def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):
     """Its image may still be loading: no wrapper reads that it should stop."""
     bench = ready()
     bench.heard(sequence=7, action="leave", reason="orphaned: the lease stood still")
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar, 2)
     bench.clock.now += WRAPPER_S
 
@@ -254,7 +254,7 @@ def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):
 def test_a_status_every_15_seconds_and_on_change(ready, store):
     """Steps alone wait for the 15 s; a change of epoch, health or phase does not."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     bench.wrapper_says(progress={"step": 1, "epoch": 0})
     rounds(bench, sidecar, 3)
     first = bench.status().sequence
@@ -276,7 +276,7 @@ def test_a_status_every_15_seconds_and_on_change(ready, store):
 def test_the_sequence_grows_across_restarts(ready, store):
     """Also on another machine, where only the store has the last sequence."""
     bench = ready()
-    rounds(bench, Sidecar(bench.site), 3)
+    rounds(bench, Sidecar(bench.context), 3)
     first = bench.status().sequence
 
     rounds(bench, Sidecar(bench.restarted()))
@@ -290,7 +290,7 @@ def test_the_sequence_grows_across_restarts(ready, store):
 def test_an_outage_of_the_store_stops_nothing(ready, store):
     """An hour without a store: everything waits on the disk and is uploaded afterwards."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     bench.wrapper_says(progress={"step": 1})
     store.down = True
@@ -314,7 +314,7 @@ def test_an_outage_of_the_store_stops_nothing(ready, store):
 def test_an_spool_that_the_training_removed_holds_no_machine(ready, store, tmp_path, left):
     """Its files are lost; the end is still received, outputs are uploaded, and the sidecar finishes."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     shutil.rmtree(bench.spool.root)
     if left == "a file":
@@ -333,7 +333,7 @@ def test_an_spool_that_the_training_removed_holds_no_machine(ready, store, tmp_p
 def test_nonsense_from_the_wrapper_is_said_and_survived(ready):
     """The last valid status is kept."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     bench.wrapper_says(progress={"step": 1})
     rounds(bench, sidecar, 2)
 
@@ -350,7 +350,7 @@ def test_secrets_of_the_wrappers_folder_are_not_followed(ready, tmp_path):
     (tmp_path / "other.json").write_bytes(Status(message="token").to_json())
     bench.spool.wrapper.symlink_to(tmp_path / "other.json")
 
-    rounds(bench, Sidecar(bench.site), 2)
+    rounds(bench, Sidecar(bench.context), 2)
 
     assert "token" not in bench.status().message
 
@@ -360,7 +360,7 @@ def test_a_pipe_in_place_of_a_file_blocks_nobody(ready):
     bench = ready()
     os.mkfifo(bench.spool.wrapper)
 
-    rounds(bench, Sidecar(bench.site), 2)
+    rounds(bench, Sidecar(bench.context), 2)
 
     assert "wrapper.json is not a file" in bench.status().message
 
@@ -368,7 +368,7 @@ def test_a_pipe_in_place_of_a_file_blocks_nobody(ready):
 def test_what_is_done_stays_done(ready, tmp_path):
     """A sidecar that is restarted after its end writes nothing and exits at once."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     (tmp_path / "model").write_text("W")
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
@@ -381,7 +381,7 @@ def test_what_is_done_stays_done(ready, tmp_path):
 
 def test_a_full_disk_under_the_spool_loses_no_state(bench, monkeypatch):
     """sidecar.json cannot be replaced: the old file stays complete, with the old state."""
-    bench.site.memory.update(checkpoints=1)
+    bench.context.memory.update(checkpoints=1)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -389,7 +389,7 @@ def test_a_full_disk_under_the_spool_loses_no_state(bench, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("envscaler_airflow.store.root.Root.landing", full)
         with pytest.raises(OSError, match="No space"):
-            bench.site.memory.update(checkpoints=2)
+            bench.context.memory.update(checkpoints=2)
 
     assert bench.state.checkpoints == 1
     assert json.loads(bench.spool.sidecar.read_bytes())["checkpoints"] == 1
@@ -399,7 +399,7 @@ def test_a_full_disk_under_the_spool_loses_no_state(bench, monkeypatch):
 def test_a_node_with_a_full_disk_still_speaks(ready, monkeypatch):
     """Its status goes to the store, with the reason and a growing sequence."""
     bench = ready()
-    sidecar = Sidecar(bench.site)
+    sidecar = Sidecar(bench.context)
     bench.wrapper_says(progress={"step": 1})
     rounds(bench, sidecar, 2)
     first = bench.status().sequence
@@ -444,18 +444,18 @@ def test_state_of_a_newer_sidecar_is_read(tmp_path):
 def test_what_is_over_is_said_no_more(ready):
     """A disk that was full for a moment is not reported for the rest of the training."""
     bench = ready()
-    sidecar, messages = Sidecar(bench.site), []
+    sidecar, messages = Sidecar(bench.context), []
     steps = iter([OSError("No space left on device"), None])
 
     def step():
         error = next(steps, None)
-        messages.append(bench.site.messages.text())
+        messages.append(bench.context.messages.text())
         if error is not None:
             raise error
         if len(messages) == 3:
-            bench.site.ending.set()
+            bench.context.ending.set()
 
-    bench.site.ending.wait = lambda _seconds: False
+    bench.context.ending.wait = lambda _seconds: False
     sidecar._rounds(step, "heavy")
 
     assert messages == ["", "OSError: No space left on device", ""]

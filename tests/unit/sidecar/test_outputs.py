@@ -25,7 +25,7 @@ def finished(make_bench, tmp_path):
 
 def test_outputs_go_up_with_their_uris(finished, store):
     """Each below the generation, by its name."""
-    assert Outputs(finished.site).step()
+    assert Outputs(finished.context).step()
 
     assert finished.state.outputs == {
         "model": store.uri("outputs/g1-a2-c1/model"),
@@ -37,7 +37,7 @@ def test_an_output_that_was_never_written_is_a_failure(finished, tmp_path):
     """The command succeeded but did not do what the spec requires."""
     (tmp_path / "out/r.json").unlink()
 
-    assert Outputs(finished.site).step()
+    assert Outputs(finished.context).step()
 
     assert (
         finished.state.failed
@@ -47,7 +47,7 @@ def test_an_output_that_was_never_written_is_a_failure(finished, tmp_path):
 
 def test_outputs_wait_for_the_store(finished, store):
     """One is uploaded, the store becomes unreachable, the other follows later; the first is not repeated."""
-    outputs = Outputs(finished.site)
+    outputs = Outputs(finished.context)
     real = store._store.write
 
     def fail(name, data):
@@ -57,7 +57,7 @@ def test_outputs_wait_for_the_store(finished, store):
 
     store._store.write = fail
     assert not outputs.step()
-    assert finished.site.messages.text() == "output report waits: [Errno 5] I/O error"
+    assert finished.context.messages.text() == "output report waits: [Errno 5] I/O error"
     store._store.write = real
     store.puts.clear()
     finished.clock.now += 2
@@ -70,7 +70,7 @@ def test_a_zombie_does_not_overwrite_the_outputs(finished, store):
     """A later attempt has begun: the run uses its outputs."""
     store.write(control_name(1, 3), Control().to_json())
 
-    assert Outputs(finished.site).step()
+    assert Outputs(finished.context).step()
 
     assert "a later attempt has begun" in finished.state.failed
     assert store.children("outputs") == []
@@ -78,13 +78,13 @@ def test_a_zombie_does_not_overwrite_the_outputs(finished, store):
 
 def test_an_output_whose_folder_became_a_link_is_not_read(finished, store, tmp_path):
     """The training replaced its output folder by a link to a folder outside that has the same name."""
-    finished.site.remember_places()
+    finished.context.remember_places()
     (tmp_path / "etc/model").mkdir(parents=True)
     (tmp_path / "etc/model/shadow").write_text("secret")
     (tmp_path / "out").rename(tmp_path / "gone")
     (tmp_path / "out").symlink_to(tmp_path / "etc")
 
-    assert Outputs(finished.site).step()
+    assert Outputs(finished.context).step()
 
     assert f"leads to {tmp_path}/etc, and was {tmp_path}/out before the start" in finished.state.failed
     assert store.children("outputs") == []
@@ -92,11 +92,11 @@ def test_an_output_whose_folder_became_a_link_is_not_read(finished, store, tmp_p
 
 def test_an_output_that_became_a_link_to_the_store_is_not_read(finished, store, tmp_path):
     """The store is not copied into itself either."""
-    finished.site.remember_places()
+    finished.context.remember_places()
     shutil.rmtree(tmp_path / "out/model")
     (tmp_path / "out/model").symlink_to(tmp_path / "store")
 
-    assert Outputs(finished.site).step()
+    assert Outputs(finished.context).step()
 
     assert f"the link leads to {tmp_path}/store" in finished.state.failed
     assert store.children("outputs") == []
@@ -107,7 +107,7 @@ def test_files_that_no_manifest_can_name_are_refused_before_the_first_goes_up(fi
     monkeypatch.setattr("envscaler_airflow.store.manifests.MAX_MANIFEST_BYTES", 150)
     (finished.root / "out/model/v").write_text("V")
 
-    assert Outputs(finished.site).step()
+    assert Outputs(finished.context).step()
 
     assert "a manifest of 2 files has" in finished.state.failed
     assert store.puts == []
@@ -122,9 +122,9 @@ def test_an_absolute_link_below_a_literal_mount_path_is_its_own(make_bench, stor
     (model / "latest").symlink_to(target)
     layout = {"outputs": {"model": str(model)}, "seen_as": {str(model): "/output/model"}}
     bench = make_bench(layout=layout)
-    bench.site.remember_places()
+    bench.context.remember_places()
 
-    assert Outputs(bench.site).step()
+    assert Outputs(bench.context).step()
 
     stored = {name: store.read(name) for name in store.names("outputs") if "manifest" not in name}
     expected = {"outputs/g1-a2-c1/model/w": b"W"}

@@ -34,7 +34,7 @@ def test_the_newest_good_one_is_laid_out(bench):
     bench.in_store(OLD)
     bench.in_store(NEW, {"a/w.bin": b"W"}, epoch=2, samples=6400)
 
-    got = restore(bench.site, Control(candidates=(NEW, OLD)))
+    got = restore(bench.context, Control(candidates=(NEW, OLD)))
 
     folder = bench.spool.restored / NEW
     assert got.to_start() == {"path": str(folder), "name": NEW, "step": 200, "epoch": 2, "samples": 6400}
@@ -59,7 +59,7 @@ def test_a_bad_one_is_rejected_and_the_one_before_is_used(bench, damage):
     bench.in_store(NEW)
     damage(stored(bench, NEW))
 
-    got = restore(bench.site, Control(candidates=(NEW, OLD)))
+    got = restore(bench.context, Control(candidates=(NEW, OLD)))
 
     assert got.source == OLD
     assert bench.state.start_step == 100
@@ -72,7 +72,7 @@ def test_own_checkpoints_come_before_the_candidates(bench):
     own = bench.in_store("g1-step-00000150-a2")
     bench.in_store(NEW)
 
-    assert restore(bench.site, Control(candidates=(NEW,))).source == own
+    assert restore(bench.context, Control(candidates=(NEW,))).source == own
 
 
 def test_a_zombies_checkpoint_is_not_chosen(make_bench):
@@ -81,7 +81,7 @@ def test_a_zombies_checkpoint_is_not_chosen(make_bench):
     known = bench.in_store("g1-step-00000200-a3")
     bench.in_store("g1-step-00000900-a3")
 
-    assert restore(bench.site, Control(candidates=(known,))).source == known
+    assert restore(bench.context, Control(candidates=(known,))).source == known
 
 
 def test_without_any_it_begins_fresh(bench):
@@ -89,7 +89,7 @@ def test_without_any_it_begins_fresh(bench):
     bench.in_store(OLD)
     stored(bench, OLD).unlink()
 
-    assert restore(bench.site, Control(candidates=(OLD,))) is None
+    assert restore(bench.context, Control(candidates=(OLD,))) is None
     assert (bench.state.start_step, bench.state.restored_from, len(bench.state.rejected)) == (0, None, 1)
 
 
@@ -98,7 +98,7 @@ def test_another_runs_checkpoint_by_its_uri(make_bench, bench, tmp_path):
     name = make_bench(generation=3, attempt=5).in_store("g3-step-00000700-a5", samples=9)
     uri = f"file://{tmp_path}/store/d/run/checkpoints/{name}"
 
-    got = restore(bench.site, Control(restore_from=uri))
+    got = restore(bench.context, Control(restore_from=uri))
 
     assert got.to_start()["name"] == name
     assert got.to_start()["samples"] == 9
@@ -109,7 +109,7 @@ def test_own_work_comes_before_restore_from(bench, tmp_path):
     """The second attempt of such a run continues from its own checkpoint."""
     bench.in_store(NEW)
 
-    assert restore(bench.site, Control(candidates=(NEW,), restore_from=f"{tmp_path}/none")).source == NEW
+    assert restore(bench.context, Control(candidates=(NEW,), restore_from=f"{tmp_path}/none")).source == NEW
 
 
 def test_a_bad_restore_from_fails_the_set_up(make_bench, bench, store, tmp_path):
@@ -120,7 +120,7 @@ def test_a_bad_restore_from_fails_the_set_up(make_bench, bench, store, tmp_path)
     store.write("spec-0.json", b"{}")
     bench.owner_asks(restore_from=uri)
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert bench.start()["failed"].startswith(f"restore_from {uri}: ")
     assert "model.bin has another sha256" in bench.start()["failed"]
@@ -137,7 +137,7 @@ def test_a_store_that_does_not_answer_rejects_nothing(bench, store):
 
     store._store.get_file = down
     with pytest.raises(StoreError):
-        restore(bench.site, Control(candidates=(NEW, OLD)))
+        restore(bench.context, Control(candidates=(NEW, OLD)))
     store._store.get_file = real
     assert bench.state.rejected == ()
 
@@ -150,7 +150,7 @@ def test_a_snapshot_is_laid_back_where_the_code_looks_for_it(make_bench, tmp_pat
     (ours / "checkpoint-300").mkdir(parents=True)
     (ours / "checkpoint-300/torn.bin").write_bytes(b"x")
 
-    got = restore(bench.site, Control(candidates=(NEW,)))
+    got = restore(bench.context, Control(candidates=(NEW,)))
 
     assert got.path == ours
     assert tree(ours) == {"checkpoint-200/trainer_state.json": b'{"global_step":200}'}
@@ -165,7 +165,7 @@ def test_links_of_a_snapshot_are_links_again(make_bench, tmp_path):
     links = {"latest": "step_200", "best/model.bin": "../step_200/w.bin"}
     bench.in_store(NEW, {"step_200/w.bin": b"1"}, cooperative=False, links=links)
 
-    restore(bench.site, Control(candidates=(NEW,)))
+    restore(bench.context, Control(candidates=(NEW,)))
 
     assert {path: str((ours / path).readlink()) for path in links} == links
     assert (ours / "best/model.bin").read_bytes() == b"1"
@@ -185,7 +185,7 @@ def test_files_keep_the_order_in_which_they_were_modified(make_bench, tmp_path):
         os.utime(bench.root / "made" / OLD / path, ns=(ahead + count, ahead + count))
     bench.in_store(NEW, {}, source=bench.root / "made" / OLD, cooperative=False)
 
-    restore(bench.site, Control(candidates=(NEW,)))
+    restore(bench.context, Control(candidates=(NEW,)))
 
     found = {path: (ours / path).stat().st_mtime_ns for path in files}
     assert sorted(found, key=found.get) == [
@@ -205,7 +205,7 @@ def test_what_a_session_saved_stays_out_of_the_codes_folder(make_bench, tmp_path
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     bench.in_store(NEW)
 
-    assert restore(bench.site, Control(candidates=(NEW,))).path == bench.spool.restored / NEW
+    assert restore(bench.context, Control(candidates=(NEW,))).path == bench.spool.restored / NEW
 
 
 def test_a_lay_back_that_was_cut_short_is_done_again(make_bench, tmp_path, monkeypatch):
@@ -226,7 +226,7 @@ def test_a_lay_back_that_was_cut_short_is_done_again(make_bench, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(Root, "take", die)
         with pytest.raises(KeyboardInterrupt):
-            restore(bench.site, Control(candidates=(NEW,)))
+            restore(bench.context, Control(candidates=(NEW,)))
 
     restore(bench.restarted(), Control(candidates=(NEW,)))
 
@@ -250,9 +250,9 @@ def test_other_nodes_take_what_node_0_chose(make_bench, store):
 
     ending = threading.Event()
     ending.wait = wait
-    bench.site.ending = ending
+    bench.context.ending = ending
 
-    got = restore(bench.site, Control(candidates=(NEW, OLD)))
+    got = restore(bench.context, Control(candidates=(NEW, OLD)))
 
     assert got.source == OLD
     assert len(waits) == 3
@@ -264,7 +264,7 @@ def test_other_nodes_begin_fresh_when_node_0_does(make_bench, store):
     bench.in_store(NEW)
     store.write(status_name(1, 2, 0), Status(start_step=0).to_json())
 
-    assert restore(bench.site, Control(candidates=(NEW,))) is None
+    assert restore(bench.context, Control(candidates=(NEW,))) is None
 
 
 def test_other_nodes_do_not_wait_for_a_node_that_ended(make_bench, store):
@@ -274,18 +274,18 @@ def test_other_nodes_do_not_wait_for_a_node_that_ended(make_bench, store):
     store.write(status_name(1, 2, 0), ended.encode())
 
     with pytest.raises(CheckpointError, match="node 0 has ended: setup-failed no disk"):
-        restore(bench.site, Control())
+        restore(bench.context, Control())
 
 
 @pytest.mark.parametrize("reason", ["left", "stopped", "orphaned", "killed"])
 def test_a_node_0_that_had_to_go_is_no_fault_of_the_stage(make_bench, store, reason):
     """Its spot machine was reclaimed and no pod replaced it in time: the node still in setup stops, too."""
     bench = make_bench(node=1, nodes=2)
-    bench.site.ending.wait = lambda _seconds: setattr(bench.clock, "now", bench.clock.now + 100)
+    bench.context.ending.wait = lambda _seconds: setattr(bench.clock, "now", bench.clock.now + 100)
     store.write(status_name(1, 2, 0), Status(phase="ended", ended=Ended(reason=reason)).to_json())
 
     with pytest.raises(SetupCancelledError, match=f"node 0 has ended: {reason}"):
-        restore(bench.site, Control())
+        restore(bench.context, Control())
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_what_node_0_names_must_be_what_the_owner_allows(make_bench, store, said
     store.write(status_name(1, 2, 0), Status(start_step=1, restored_from=said).to_json())
 
     with pytest.raises(CheckpointError, match="which the owner does not allow"):
-        restore(bench.site, Control(candidates=(OLD,), restore_from="s3://bucket/checkpoints/x"))
+        restore(bench.context, Control(candidates=(OLD,), restore_from="s3://bucket/checkpoints/x"))
 
 
 class FakeFiles:
@@ -335,11 +335,11 @@ def test_a_manifest_that_cannot_be_laid_out_is_torn(bench, store, paths):
     empty = hashlib.sha256(b"").hexdigest()
     files = tuple(ManifestFile(path=path, size=0, sha256=empty) for path in paths)
     fake = FakeFiles(store._store, {f"checkpoints/{NEW}/{path}" for path in paths})
-    bench.site.store = fake
+    bench.context.run = fake
     manifest = Manifest(step=200, generation=1, attempt=int(NEW.rpartition("a")[2]), files=files)
     store.write(f"checkpoints/{NEW}/manifest-c1.json", manifest.to_json())
 
-    got = restore(bench.site, Control(candidates=(NEW, OLD)))
+    got = restore(bench.context, Control(candidates=(NEW, OLD)))
 
     assert got.source == OLD
     assert bench.state.rejected[0].startswith(f"{NEW}: ")

@@ -55,7 +55,7 @@ def test_a_fresh_start(node, store, tmp_path):
         work=str(tmp_path / "w"), checkpoint_path=str(tmp_path / "ck"), outputs={"m": str(tmp_path / "out/m")}
     )
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert (tmp_path / "w/train.py").read_text() == "print(1)"
     assert (tmp_path / "ck").is_dir()
@@ -87,7 +87,7 @@ def test_nothing_is_laid_out_under_a_running_training(node, store, tmp_path):
     """A sidecar that restarts after start.json exists leaves the workdir unchanged."""
     ship(store, tmp_path)
     bench = node(work=str(tmp_path / "w"))
-    lay_out(bench.site)
+    lay_out(bench.context)
     (tmp_path / "w/train.py").write_text("edited by the training")
     before = bench.spool.start.read_bytes()
 
@@ -119,7 +119,7 @@ def test_a_flipped_bit_in_the_archive_fails_the_set_up(node, store, tmp_path):
     path.write_bytes(data)
     bench = node(work=str(tmp_path / "w"))
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert name in bench.start()["failed"]
     assert bench.state.failed.startswith("set-up failed: ")
@@ -133,11 +133,11 @@ def test_two_archives_and_no_name_is_an_error(node, store, tmp_path):
     bench = node(work=str(tmp_path / "w"))
     named = node(work=str(tmp_path / "w"), workdir_archive=first)
 
-    lay_out(named.site)
+    lay_out(named.context)
     assert (tmp_path / "w/train.py").read_text() == "print(1)"
 
     bench.spool.start.unlink()
-    lay_out(bench.site)
+    lay_out(bench.context)
     assert "2 workdir archives" in bench.start()["failed"]
 
 
@@ -148,7 +148,7 @@ def test_an_output_of_another_stage_arrives_verified(node, store, tmp_path):
     uri = put_output(store, "data", tmp_path / "made", attempt=(1, 1), claim=1)
     bench = node(mounts=mount(tmp_path / "in", uri))
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert (tmp_path / "in/a.txt").read_text() == "A"
     assert "failed" not in bench.start()
@@ -162,7 +162,7 @@ def test_a_torn_output_fails_the_set_up(node, store, tmp_path):
     (tmp_path / "store/d/run/outputs/g1-a1-c1/data/a.txt").write_text("B")
 
     bench = node(mounts=mount(tmp_path / "in", uri))
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert bench.start()["failed"].startswith("volume data: ")
     assert "a.txt has another sha256" in bench.start()["failed"]
@@ -183,7 +183,7 @@ def test_one_file_lands_inside_or_as_the_mounts_path(node, store, tmp_path, kind
     }[kind]()
 
     bench = node(mounts=mount(tmp_path / path, source))
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert (tmp_path / landed).read_text() == "1,2"
 
@@ -199,7 +199,7 @@ def test_a_local_folder_is_copied_and_a_host_path_is_linked(node, tmp_path):
         ]
     )
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     (tmp_path / "copy/sub/a").write_text("changed")
     assert (tmp_path / "data/sub/a").read_text() == "A"
@@ -215,7 +215,7 @@ def test_a_link_in_a_volume_that_leads_outside_is_refused(node, tmp_path, is_abs
     (tmp_path / "data/sub/x").symlink_to(tmp_path / "token" if is_absolute else "../../token")
     bench = node(mounts=mount(tmp_path / "in", f"file://{tmp_path}/data"))
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert "volume data: " in bench.start()["failed"]
     assert f"outside {tmp_path}/data" in bench.start()["failed"]
@@ -232,7 +232,7 @@ def test_links_inside_a_volume_are_followed(node, tmp_path):
     (tmp_path / "data").symlink_to(tmp_path / "real")
     bench = node(mounts=mount(tmp_path / "in", f"file://{tmp_path}/data"))
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     found = tmp_path / "in/latest"
     assert (found.read_text(), found.is_symlink()) == ("weights", False)
@@ -244,7 +244,7 @@ def test_a_volume_that_does_not_exist_is_named(node, tmp_path, source):
     """The message has the volume and the path."""
     bench = node(mounts=mount(tmp_path / "in", source))
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert bench.start() == {
         "schema": "1.0",
@@ -258,7 +258,7 @@ def test_an_attempt_that_is_asked_to_go_is_not_set_up(node, tmp_path):
     bench = node(mounts=mount(tmp_path / "in", "/no/such/folder"))
     bench.heard(sequence=7, action="stop", reason="budget")
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert bench.start()["failed"] == "asked to stop before the start: budget"
     assert bench.start()["reason"] == bench.state.failed_as == "stopped"
@@ -267,10 +267,10 @@ def test_an_attempt_that_is_asked_to_go_is_not_set_up(node, tmp_path):
 def test_a_sidecar_that_must_end_leaves_the_set_up_to_the_next(node):
     """Without start.json, the next one begins again."""
     bench = node()
-    bench.site.ending.set()
+    bench.context.ending.set()
 
     with pytest.raises(WorkInterruptedError):
-        lay_out(bench.site)
+        lay_out(bench.context)
     assert not bench.spool.start.exists()
 
 
@@ -279,7 +279,7 @@ def test_a_store_that_never_answers_fails_the_set_up(node, store):
     bench = node()
     store.down = True
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert (bench.start()["failed"], bench.start()["reason"]) == ("the store is down", "setup-failed")
 
@@ -290,7 +290,7 @@ def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, sto
     bench = node(work=str(tmp_path / "w"))
     monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=True))
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert (bench.start()["failed"], bench.start()["reason"]) == ("the store is down", "orphaned")
     assert bench.state.failed_as == "orphaned"
@@ -301,7 +301,7 @@ def test_a_volume_that_does_not_answer_is_the_stages_fault(node, store, monkeypa
     bench = node()
     monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=False))
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert bench.start()["reason"] == "setup-failed"
 
@@ -315,9 +315,9 @@ def go_away(store, *, for_good):
 def test_what_an_earlier_try_could_not_write_down_does_not_count(node, store):
     """A disk that was full for a moment: the training that starts after it is uploaded."""
     bench = node()
-    bench.site.memory.update(failed="set-up failed: disk full")
+    bench.context.memory.update(failed="set-up failed: disk full")
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert (bench.start()["restore"], bench.state.failed) == (None, None)
 
@@ -326,7 +326,7 @@ def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
     """No frozen spec: the operator and the sidecar use different stores."""
     bench = make_bench()
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert "must see the same store" in bench.start()["failed"]
 
@@ -337,7 +337,7 @@ def test_a_sidecar_reads_the_spec_that_its_launch_names(node, store):
         store.write(name, json.dumps({"distributed": {"global_batch": 1}}).encode())
     bench = node()
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert bench.start()["session"]["global_batch"] == 256
 
@@ -347,7 +347,7 @@ def test_a_launch_that_names_no_spec_is_refused(make_bench):
     bench = make_bench(layout={"spec": ""})
     bench.owner_asks()
 
-    lay_out(bench.site)
+    lay_out(bench.context)
 
     assert bench.start()["failed"] == "layout.json: spec: is missing; expected the name of the frozen spec"
 

@@ -25,11 +25,11 @@ def test_a_stage_that_saves_nothing_says_so(trained, files, reason):
     put(bench.ck, files)
 
     run(bench, 89)
-    assert (bench.site.messages.text(), notice(bench)) == ("", None)
+    assert (bench.context.messages.text(), notice(bench)) == ("", None)
     run(bench, 2)
 
     expected = f"no checkpoint after its interval of 60 s: {bench.ck}: {reason}"
-    assert (bench.site.messages.text(), notice(bench)) == (expected, expected)
+    assert (bench.context.messages.text(), notice(bench)) == (expected, expected)
 
 
 def test_what_is_saved_after_all_takes_the_words_back(trained):
@@ -38,7 +38,7 @@ def test_what_is_saved_after_all_takes_the_words_back(trained):
     run(bench, 100)
     put(bench.ck, {"model.bin": b"1"})
     run(bench, 7)
-    assert (bench.site.messages.text(), notice(bench)) == ("", None)
+    assert (bench.context.messages.text(), notice(bench)) == ("", None)
 
     bench.spool.done(saved(bench)[0]).touch()
     run(bench, 100)
@@ -60,12 +60,12 @@ def test_steps_that_nobody_reports_are_named(trained):
 def test_code_that_saves_by_itself_or_not_at_all_says_so_too(make_bench, saves):
     """It has no folder to check (C)."""
     bench = make_bench()
-    bench.site.memory.update(is_laid_out=True, start_step=0)
+    bench.context.memory.update(is_laid_out=True, start_step=0)
     bench.wrapper_says(progress={"step": 0})
     if saves:
         (bench.spool.root / "progress").mkdir()
         (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","saves":true}')
-    bench.snapshots = Snapshots(bench.site, {"seconds": 60})
+    bench.snapshots = Snapshots(bench.context, {"seconds": 60})
 
     run(bench, 100)
 
@@ -79,10 +79,10 @@ def test_code_that_saves_by_itself_or_not_at_all_says_so_too(make_bench, saves):
 def test_a_stage_without_checkpoints_is_not_reproached(make_bench):
     """Neither an interval nor a path (C)."""
     bench = make_bench()
-    bench.site.memory.update(is_laid_out=True, start_step=0)
+    bench.context.memory.update(is_laid_out=True, start_step=0)
     bench.wrapper_says()
-    bench.snapshots = Snapshots(bench.site, None)
+    bench.snapshots = Snapshots(bench.context, None)
 
     run(bench, 2000)
 
-    assert (bench.site.messages.text(), notice(bench)) == ("", None)
+    assert (bench.context.messages.text(), notice(bench)) == ("", None)

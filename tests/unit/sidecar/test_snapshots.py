@@ -96,21 +96,21 @@ def test_a_zip_that_stopped_growing_is_not_a_checkpoint(trained):
 
     run(bench, 60)
     assert saved(bench) == []
-    assert bench.site.messages.text() == (
+    assert bench.context.messages.text() == (
         f"no checkpoint after its interval of 1 s: {bench.ck}: waits for model.pt (zip without its end)"
     )
 
     put(bench.ck, {"model.pt": ZIP})
     run(bench, 7)
     assert len(saved(bench)) == 1
-    assert bench.site.messages.text() == ""
+    assert bench.context.messages.text() == ""
 
 
 def test_without_steps_the_names_count_up(trained):
     """Code that reports no step: names count up from the restored one, and the facts claim no step."""
     bench = trained(every={"seconds": 1})
     bench.wrapper_says()
-    bench.site.memory.update(name_step=7)
+    bench.context.memory.update(name_step=7)
 
     names = []
     for count in range(2):
@@ -183,7 +183,7 @@ def test_a_log_in_the_folder_holds_up_no_snapshot(trained):
     names = saved(bench)
     assert len(names) == 1
     assert [path.name for path in (bench.spool.checkpoints / names[0]).iterdir()] == ["ckpt"]
-    assert bench.site.messages.text() == "left out of the snapshot: progress: written all the time"
+    assert bench.context.messages.text() == "left out of the snapshot: progress: written all the time"
 
 
 def test_a_command_killed_while_it_logs_leaves_its_last_save(trained):

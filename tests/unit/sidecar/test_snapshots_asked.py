@@ -63,7 +63,7 @@ def test_a_tree_that_is_never_quiet_does_not_hold_up_a_leave(trained):
         run(bench, 1)
 
     assert answer(bench)["taken"] is False
-    assert "no snapshot: log: changed less than 5 s ago" in bench.site.messages.text()
+    assert "no snapshot: log: changed less than 5 s ago" in bench.context.messages.text()
 
 
 def test_a_checkpoint_that_is_asked_for_is_taken_and_answered_once(trained):

@@ -30,7 +30,7 @@ def test_the_last_snapshot_is_of_a_writer_that_was_done(trained, age_s, ended, i
     end(bench, age_s=age_s, **ended)
 
     assert bool(saved(bench)) is is_taken
-    assert ("before the command died" in bench.site.messages.text()) is not is_taken
+    assert ("before the command died" in bench.context.messages.text()) is not is_taken
     assert bench.state.is_final_snapshot_done
 
 
@@ -54,7 +54,7 @@ def test_a_folder_that_is_none_any_more_holds_no_end(trained):
     bench.ck.rmdir()
     bench.ck.write_bytes(b"weights")
     run(bench, 5)
-    assert "no snapshot: " in bench.site.messages.text()
+    assert "no snapshot: " in bench.context.messages.text()
     bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
 
     run(bench, 50)
@@ -89,7 +89,7 @@ def test_a_folder_that_leads_in_a_circle_is_said(trained):
 
     run(bench, 2)
 
-    assert "no snapshot: " in bench.site.messages.text()
+    assert "no snapshot: " in bench.context.messages.text()
 
 
 def test_a_writer_killed_in_the_middle_of_a_save(trained):
@@ -119,7 +119,7 @@ def test_a_file_torn_by_a_kill_long_ago_is_found(trained):
     end(bench, age_s=60, signal=9, reason="killed")
 
     assert saved(bench) == []
-    assert "zip without its end" in bench.site.messages.text()
+    assert "zip without its end" in bench.context.messages.text()
     assert bench.state.is_final_snapshot_done
 
 
@@ -137,12 +137,12 @@ def test_a_full_disk_costs_a_snapshot_and_nothing_else(trained, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Root, "landing", full)
         run(bench, 8)
-        assert bench.site.messages.text() == "no snapshot: [Errno 28] No space left on device"
+        assert bench.context.messages.text() == "no snapshot: [Errno 28] No space left on device"
         assert list(bench.spool.checkpoints.iterdir()) == []
 
     run(bench, 8)
     assert len(saved(bench)) == 1
-    assert bench.site.messages.text() == ""
+    assert bench.context.messages.text() == ""
 
 
 def test_a_disk_that_would_be_full_is_left_to_the_training(trained, monkeypatch):
@@ -160,4 +160,4 @@ def test_a_disk_that_would_be_full_is_left_to_the_training(trained, monkeypatch)
     expected = (
         "no snapshot: disk full: a snapshot takes 100 bytes, 199 are free and 100 are left to the training"
     )
-    assert bench.site.messages.text() == expected
+    assert bench.context.messages.text() == expected

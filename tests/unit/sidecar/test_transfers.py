@@ -8,7 +8,7 @@ import pytest
 
 from envscaler_agent.protocol import Control, Status, Transfer, status_name
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.sidecar.inputs import bring
+from envscaler_airflow.sidecar.inputs import copy_in
 from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.spool_state import Mount
@@ -26,7 +26,7 @@ def node(make_bench, store, tmp_path):
     store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"outputs": {"model": f"{tmp_path}/model"}})
     bench.owner_asks()
-    bench.sidecar = Sidecar(bench.site)
+    bench.sidecar = Sidecar(bench.context)
     return bench
 
 
@@ -113,8 +113,8 @@ def test_a_transfer_that_ends_while_a_status_is_made_ends_no_sidecar(bench, monk
     """The upload's thread ends between two instructions of the other thread (F6)."""
     seen = []
 
-    class Ends(type(bench.site)):
-        """A site whose transfer ends when it is read."""
+    class Ends(type(bench.context)):
+        """A context whose transfer ends when it is read."""
 
         @property
         def _transfer(self):
@@ -125,9 +125,11 @@ def test_a_transfer_that_ends_while_a_status_is_made_ends_no_sidecar(bench, monk
         def _transfer(self, value):
             """Keep nothing."""
 
-    site = Ends(**{name: getattr(bench.site, name) for name in ("spool", "store", "who", "layout", "memory")})
+    context = Ends(
+        **{name: getattr(bench.context, name) for name in ("spool", "run", "who", "layout", "memory")}
+    )
 
-    assert site.transferring() is None
+    assert context.transferring() is None
     assert len(seen) == 1
 
 
@@ -185,7 +187,7 @@ def test_a_long_restore_outlives_an_error_of_the_store(make_bench, store, monkey
     bench = make_bench()
     files = {f"{number}.bin": bytes([number]) * (5 << 20) for number in range(4)}
     name = bench.in_store("g1-step-00000440-a1", files)
-    bench.site.ending, bench.site.patience_s = Passing(bench.clock), 900
+    bench.context.ending, bench.context.patience_s = Passing(bench.clock), 900
     asked = []
 
     def get(path, stream, real=store._store.get_file):
@@ -197,7 +199,7 @@ def test_a_long_restore_outlives_an_error_of_the_store(make_bench, store, monkey
 
     monkeypatch.setattr(store._store, "get_file", get)
 
-    found = restore(bench.site, Control(candidates=(name,)))
+    found = restore(bench.context, Control(candidates=(name,)))
 
     assert found.manifest.step == 440
     assert asked == ["0.bin", "1.bin", "2.bin", "2.bin", "3.bin"]
@@ -207,7 +209,7 @@ def test_a_store_that_moves_nothing_is_given_up(make_bench, store, monkeypatch):
     """Fifteen minutes of errors are the limit (B7)."""
     bench = make_bench()
     name = bench.in_store("g1-step-00000440-a1")
-    bench.site.ending, bench.site.patience_s = Passing(bench.clock), 900
+    bench.context.ending, bench.context.patience_s = Passing(bench.clock), 900
     began = bench.clock.now
 
     def get(_name, _stream):
@@ -216,7 +218,7 @@ def test_a_store_that_moves_nothing_is_given_up(make_bench, store, monkeypatch):
     monkeypatch.setattr(store._store, "get_file", get)
 
     with pytest.raises(StoreError, match="no answer"):
-        restore(bench.site, Control(candidates=(name,)))
+        restore(bench.context, Control(candidates=(name,)))
     assert 900 <= bench.clock.now - began < 960
 
 
@@ -264,7 +266,7 @@ def test_small_files_of_a_volume_come_side_by_side(make_bench, tmp_path, counted
     index = str(tmp_path / "index.json") if is_cached else None
     mount = Mount(name="d", source=bucket.url, path=str(tmp_path / "data"), read_only=True, index=index)
 
-    bring(make_bench().site, mount)
+    copy_in(make_bench().context, mount)
 
     assert counted == [4]
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [f"{n}.bin" for n in range(8)]
@@ -274,12 +276,12 @@ def test_small_files_of_a_volume_go_back_side_by_side(make_bench, tmp_path, coun
     """Four at a time (B7)."""
     bucket = open_store(f"memory://{request.node.name}/data")
     mounts = [{"name": "d", "source": bucket.url, "path": str(tmp_path / "data")}]
-    site = make_bench(layout={"mounts": mounts}).site
+    context = make_bench(layout={"mounts": mounts}).context
     for number in range(8):
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / f"{number}.bin").write_bytes(b"12345")
 
-    WriteBack(site).flush()
+    WriteBack(context).flush()
 
     assert counted == [4]
     assert bucket.names("") == [f"{number}.bin" for number in range(8)]

@@ -33,7 +33,7 @@ def test_files_first_then_the_manifest_then_done(bench, store):
         save_s=1.5,
     )
 
-    assert Checkpoints(bench.site, 3).step()
+    assert Checkpoints(bench.context, 3).step()
 
     part = f"checkpoints/{NAME}/n0-c1"
     assert sorted(store.puts[:2]) == [f"{part}/model.bin", f"{part}/rng/0.bin"]
@@ -57,7 +57,7 @@ def test_files_first_then_the_manifest_then_done(bench, store):
 
 def test_the_newest_local_save_stays_until_the_next_is_done(bench):
     """A restart of the command on this machine may need it."""
-    checkpoints = Checkpoints(bench.site, 3)
+    checkpoints = Checkpoints(bench.context, 3)
     bench.session_saves(NAME, step=300)
     checkpoints.step()
     assert (bench.spool.checkpoints / NAME / "model.bin").exists()
@@ -75,7 +75,7 @@ def test_a_save_that_is_going_on_is_not_touched(bench, store):
     folder = bench.session_saves(NAME, step=300)
     folder.rename(folder.with_name(f".saving-{NAME}"))
 
-    assert Checkpoints(bench.site, 3).step()
+    assert Checkpoints(bench.context, 3).step()
 
     assert store.puts == []
 
@@ -85,7 +85,7 @@ def test_only_saves_of_this_attempt_go_up(bench, store, name):
     """Any other file there does not count as a checkpoint."""
     bench.session_saves(name, step=300)
 
-    assert Checkpoints(bench.site, 3).step()
+    assert Checkpoints(bench.context, 3).step()
 
     assert store.puts == []
 
@@ -93,7 +93,7 @@ def test_only_saves_of_this_attempt_go_up(bench, store, name):
 def test_a_sidecar_killed_in_the_middle_leaves_nothing_that_counts(bench, store):
     """One of two files is up, no manifest: not complete. The next sidecar finishes it."""
     bench.session_saves(NAME, {"a": b"1", "b": b"2"}, step=300)
-    real = bench.site.between
+    real = bench.context.between
     calls = []
 
     def cut():
@@ -102,12 +102,12 @@ def test_a_sidecar_killed_in_the_middle_leaves_nothing_that_counts(bench, store)
             raise WorkInterruptedError("killed")
         real()
 
-    bench.site.__class__.between, before = lambda _: cut(), bench.site.__class__.between
+    bench.context.__class__.between, before = lambda _: cut(), bench.context.__class__.between
     try:
         with pytest.raises(WorkInterruptedError):
-            Checkpoints(bench.site, 3).step()
+            Checkpoints(bench.context, 3).step()
     finally:
-        bench.site.__class__.between = before
+        bench.context.__class__.between = before
     assert complete_checkpoints(store, 1) == ()
 
     assert Checkpoints(bench.restarted(), 3).step()
@@ -117,7 +117,7 @@ def test_a_sidecar_killed_in_the_middle_leaves_nothing_that_counts(bench, store)
 def test_a_sidecar_killed_before_done_counts_once(bench, store):
     """The manifest was written and the mark was not: nothing is uploaded again."""
     bench.session_saves(NAME, step=300)
-    Checkpoints(bench.site, 3).step()
+    Checkpoints(bench.context, 3).step()
     bench.spool.done(NAME).unlink()
     store.puts.clear()
 
@@ -133,10 +133,10 @@ def test_a_store_outage_keeps_the_save(bench, store):
     bench.in_store("g1-step-00000200-a2")
     bench.session_saves(NAME, step=300)
     bench.heard()
-    checkpoints = Checkpoints(bench.site, 1)
+    checkpoints = Checkpoints(bench.context, 1)
     store.down = True
     assert not checkpoints.step()
-    assert bench.site.messages.text() == f"checkpoint {NAME} waits: the store is down"
+    assert bench.context.messages.text() == f"checkpoint {NAME} waits: the store is down"
     store.down = False
     assert complete_checkpoints(store, 1) == ("g1-step-00000200-a2",)
 
@@ -144,7 +144,7 @@ def test_a_store_outage_keeps_the_save(bench, store):
     assert checkpoints.step()
 
     assert complete_checkpoints(store, 1) == (NAME, "g1-step-00000200-a2")
-    assert bench.site.messages.text() == ""
+    assert bench.context.messages.text() == ""
 
 
 def test_a_full_store_disk_keeps_the_last_good_one(bench, store):
@@ -156,10 +156,10 @@ def test_a_full_store_disk_keeps_the_last_good_one(bench, store):
         raise OSError(28, "No space left on device")
 
     store._store.put_file = full
-    assert not Checkpoints(bench.site, 1).step()
+    assert not Checkpoints(bench.context, 1).step()
 
     assert complete_checkpoints(store, 1) == ("g1-step-00000200-a2",)
-    assert bench.site.messages.text() == f"checkpoint {NAME} waits: [Errno 28] No space left on device"
+    assert bench.context.messages.text() == f"checkpoint {NAME} waits: [Errno 28] No space left on device"
 
 
 def test_a_save_that_cannot_be_kept_is_given_up_and_said(bench, store, tmp_path):
@@ -167,15 +167,15 @@ def test_a_save_that_cannot_be_kept_is_given_up_and_said(bench, store, tmp_path)
     folder = bench.session_saves(NAME, step=300)
     (folder / "link").symlink_to(tmp_path)
 
-    assert Checkpoints(bench.site, 3).step()
+    assert Checkpoints(bench.context, 3).step()
 
-    assert f"checkpoint {NAME} is lost: " in bench.site.messages.text()
+    assert f"checkpoint {NAME} is lost: " in bench.context.messages.text()
     assert bench.state.last_checkpoint is None
 
 
 def test_saves_that_are_given_up_hold_back_no_later_ones(bench, store, tmp_path):
     """They block neither a Session, which skips saves while two others wait, nor space on the disk."""
-    checkpoints = Checkpoints(bench.site, 3)
+    checkpoints = Checkpoints(bench.context, 3)
     for step in (100, 200, 300):
         name = f"g1-step-{step:08d}-a2"
         (bench.session_saves(name, step=step) / "link").symlink_to(tmp_path)
@@ -184,7 +184,7 @@ def test_saves_that_are_given_up_hold_back_no_later_ones(bench, store, tmp_path)
     assert saving.waiting(bench.spool.checkpoints) == []
     names = sorted(path.name for path in bench.spool.checkpoints.iterdir())
     assert [name for name in names if not name.endswith(".done")] == [NAME]
-    assert Checkpoints(bench.site, 3).step()  # a restarted sidecar
+    assert Checkpoints(bench.context, 3).step()  # a restarted sidecar
     assert complete_checkpoints(store, 1) == ()
 
 
@@ -194,7 +194,7 @@ def test_a_snapshot_that_is_given_up_holds_back_no_later_ones(bench, tmp_path):
     snapshot_facts(bench.spool, NAME).write_text("{}")
     (folder / "link").symlink_to(tmp_path)
 
-    assert Checkpoints(bench.site, 3).step()
+    assert Checkpoints(bench.context, 3).step()
 
     assert bench.spool.saved(bench.who) == []
 
@@ -203,7 +203,7 @@ def test_old_ones_go_by_count(bench, store):
     """Keep two: the candidate of attempt 1 is deleted when attempt 2 has two of its own."""
     old = bench.in_store("g1-step-00000200-a1")
     bench.heard(candidates=(old,))
-    checkpoints = Checkpoints(bench.site, 2)
+    checkpoints = Checkpoints(bench.context, 2)
     for step in (300, 400):
         bench.session_saves(f"g1-step-{step:08d}-a2", step=step)
         checkpoints.step()
@@ -215,10 +215,10 @@ def test_one_that_was_rejected_at_the_restore_is_not_the_last_good_one(bench, st
     """Keep one besides the new one: the restored one, not the newer one with wrong bytes."""
     good, torn = bench.in_store("g1-step-00000100-a1"), bench.in_store("g1-step-00000200-a1")
     bench.heard(candidates=(torn, good))
-    bench.site.memory.update(rejected=(f"{torn}: another sha256",))
+    bench.context.memory.update(rejected=(f"{torn}: another sha256",))
     bench.session_saves(NAME, step=300)
 
-    Checkpoints(bench.site, 2).step()
+    Checkpoints(bench.context, 2).step()
 
     assert set(complete_checkpoints(store, 1)) == {NAME, torn, good}
 
@@ -232,7 +232,7 @@ def test_a_zombie_that_saves_after_attempt_4_began(make_bench, store):
     for step in (500, 600, 700):
         zombie.session_saves(f"g1-step-{step:08d}-a3", step=step)
 
-    Checkpoints(zombie.site, 1).step()
+    Checkpoints(zombie.context, 1).step()
 
     assert known in complete_checkpoints(store, 1)
 
@@ -242,7 +242,7 @@ def test_a_snapshot_says_that_nobody_cooperated(bench, store):
     bench.session_saves(NAME, {"model.bin": b"W"})
     bench.spool.write_json(bench.spool.checkpoints / f"{NAME}.snapshot.json", {"step": None, "save_s": 2.0})
 
-    Checkpoints(bench.site, 3).step()
+    Checkpoints(bench.context, 3).step()
 
     manifest = read_checkpoint(store, NAME)
     assert (manifest.cooperative, manifest.step) == (False, None)
@@ -258,10 +258,10 @@ def test_facts_that_are_no_numbers_end_no_sidecar(bench, store, facts):
     """They come from the training: the checkpoint counts, and the status stays writable and readable."""
     (bench.session_saves(NAME) / "agent.json").write_text(facts)
 
-    assert Checkpoints(bench.site, 3).step()
+    assert Checkpoints(bench.context, 3).step()
 
     assert read_checkpoint(store, NAME).step == 300
-    said = Status.from_json(compose(bench.site, None, is_over=False).to_json(), where="test")
+    said = Status.from_json(compose(bench.context, None, is_over=False).to_json(), where="test")
     assert (said.last_checkpoint, said.last_checkpoint_step, said.checkpoint_s) == (NAME, 300, 0.0)
 
 
@@ -270,12 +270,12 @@ def test_node_0_writes_the_manifest_when_all_lists_are_there(make_bench, store):
     first, second = make_bench(nodes=2), make_bench(node=1, nodes=2)
     first.session_saves(NAME, {"shard-0": b"0", "config": b"c"}, step=300)
     second.session_saves(NAME, {"shard-1": b"1", "config": b"c"}, step=300)
-    mine, theirs = Checkpoints(first.site, 3), Checkpoints(second.site, 3)
+    mine, theirs = Checkpoints(first.context, 3), Checkpoints(second.context, 3)
 
     assert not mine.step()
-    assert first.site.messages.text() == f"checkpoint {NAME} waits for the files of nodes [1]"
+    assert first.context.messages.text() == f"checkpoint {NAME} waits for the files of nodes [1]"
     assert not theirs.step()
-    assert second.site.messages.text() == f"checkpoint {NAME} waits for node 0's manifest"
+    assert second.context.messages.text() == f"checkpoint {NAME} waits for node 0's manifest"
     assert complete_checkpoints(store, 1) == ()
     assert mine.step()
     assert theirs.step()
@@ -294,11 +294,11 @@ def test_two_nodes_that_save_different_files_under_one_name(make_bench, store):
     first, second = make_bench(nodes=2), make_bench(node=1, nodes=2)
     first.session_saves(NAME, {"model.bin": b"0"}, step=300)
     second.session_saves(NAME, {"model.bin": b"1"}, step=300)
-    Checkpoints(second.site, 3).step()
+    Checkpoints(second.context, 3).step()
 
-    assert Checkpoints(first.site, 3).step()
+    assert Checkpoints(first.context, 3).step()
 
-    assert "several nodes saved different files as model.bin" in first.site.messages.text()
+    assert "several nodes saved different files as model.bin" in first.context.messages.text()
     assert complete_checkpoints(store, 1) == (NAME,)
     assert [(item.path, item.node) for item in read_checkpoint(store, NAME).files] == [
         ("model.bin", 0),
@@ -314,7 +314,7 @@ def test_a_node_that_never_comes_is_not_waited_for_for_ever(make_bench, node, ha
     bench.session_saves(NAME, step=300)
     if has_ended:
         bench.wrapper_says(ended={"exit_code": 0, "reason": "succeeded"})
-    checkpoints = Checkpoints(bench.site, 3)
+    checkpoints = Checkpoints(bench.context, 3)
     checkpoints.step()
     bench.clock.now += patience - 1
     assert not checkpoints.step()
@@ -322,7 +322,7 @@ def test_a_node_that_never_comes_is_not_waited_for_for_ever(make_bench, node, ha
     bench.clock.now += 1
 
     assert checkpoints.step()
-    assert f"is lost: {'the files' if node == 0 else 'node 0'}" in bench.site.messages.text()
+    assert f"is lost: {'the files' if node == 0 else 'node 0'}" in bench.context.messages.text()
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -331,7 +331,7 @@ def test_a_slower_node_that_still_uploads_is_waited_for_at_the_end(make_bench, s
     bench = make_bench(node=node, nodes=2)
     bench.session_saves(NAME, step=300)
     bench.wrapper_says(ended={"exit_code": 85, "reason": "left"})
-    checkpoints = Checkpoints(bench.site, 3)
+    checkpoints = Checkpoints(bench.context, 3)
     store.write(status_name(1, 2, 1 - node), Status(phase="uploading").to_json())
     checkpoints.step()
 
@@ -340,7 +340,7 @@ def test_a_slower_node_that_still_uploads_is_waited_for_at_the_end(make_bench, s
     bench.clock.now += OTHERS_S - OTHERS_AT_END_S - 1
     assert checkpoints.step()
 
-    assert "did not come within 600 s" in bench.site.messages.text()
+    assert "did not come within 600 s" in bench.context.messages.text()
 
 
 @pytest.mark.parametrize(
@@ -354,13 +354,13 @@ def test_what_an_attempt_began_from_stays_while_nodes_can_come(make_bench, store
     for name in (began, *saved):
         first.in_store(name)
     control = first.heard(candidates=(began,))
-    first.site.memory.update(restored_from=began, start_step=100)
+    first.context.memory.update(restored_from=began, start_step=100)
     first.session_saves("g1-step-00000500-a2", step=500, world_size=1)
-    last = Checkpoints(first.site, 3)
+    last = Checkpoints(first.context, 3)
     if nodes > 1:
         other = make_bench(node=1, nodes=2)
         other.session_saves("g1-step-00000500-a2", step=500)
-        Checkpoints(other.site, 3).step()
+        Checkpoints(other.context, 3).step()
 
     assert last.step()
 
@@ -372,7 +372,7 @@ def test_what_an_attempt_began_from_stays_while_nodes_can_come(make_bench, store
     )
     if stays:
         again = make_bench(node=1, nodes=2)
-        assert restore(again.site, control).source == began
+        assert restore(again.context, control).source == began
 
 
 @pytest.mark.parametrize(("processes", "waits"), [(6, "[1, 2]"), (4, "[1]"), (2, None), (None, "[1, 2, 3]")])
@@ -380,12 +380,12 @@ def test_where_nodes_come_and_go_those_that_saved_it_are_awaited(make_bench, pro
     """Four nodes of two processes began; a save by fewer processes is of fewer nodes. Unknown: all four."""
     bench = make_bench(nodes=4, layout={"processes_per_node": 2})
     bench.session_saves(NAME, **({"world_size": processes} if processes else {}))
-    uploads = Checkpoints(bench.site, keep=3)
+    uploads = Checkpoints(bench.context, keep=3)
 
     is_done = uploads.step()
 
     expected = "" if waits is None else f"checkpoint {NAME} waits for the files of nodes {waits}"
-    assert (is_done, bench.site.messages.text()) == (waits is None, expected)
+    assert (is_done, bench.context.messages.text()) == (waits is None, expected)
 
 
 def test_links_of_a_snapshot_stand_in_the_manifest(bench, store):
@@ -396,12 +396,12 @@ def test_links_of_a_snapshot_stand_in_the_manifest(bench, store):
         (folder / "agent.json").unlink()
         bench.spool.write_json(snapshot_facts(bench.spool, name), {"step": step, "links": links})
 
-    Checkpoints(bench.site, 3).step()
+    Checkpoints(bench.context, 3).step()
 
     manifest = read_checkpoint(store, "g1-step-00000001-a2")
     assert (manifest.links, manifest.cooperative) == ({"latest": "step_1"}, False)
     assert complete_checkpoints(store, 1) == ("g1-step-00000001-a2",)
-    assert "leaves the folder" in bench.site.messages.text()
+    assert "leaves the folder" in bench.context.messages.text()
 
 
 class Counted(str):

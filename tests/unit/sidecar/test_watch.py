@@ -29,7 +29,7 @@ def test_a_control_is_handed_over_byte_for_byte(bench, store):
     body = b'{ "schema": "1.7", "sequence": 3, "action": "leave", "mood": "new" }'
     store.write(NAME, body)
 
-    OwnerWatch(bench.site).step()
+    OwnerWatch(bench.context).step()
 
     assert bench.spool.control.read_bytes() == body
 
@@ -37,7 +37,7 @@ def test_a_control_is_handed_over_byte_for_byte(bench, store):
 def test_an_unchanged_control_is_not_written_again(bench):
     """A watcher of the file sees a change only when there is one."""
     bench.owner_asks(sequence=1)
-    watch = OwnerWatch(bench.site)
+    watch = OwnerWatch(bench.context)
     watch.step()
     before = bench.spool.control.stat().st_ino
 
@@ -53,20 +53,20 @@ def test_an_unchanged_control_is_not_written_again(bench):
 def test_a_control_of_another_version_is_refused_and_training_goes_on(bench, store, body):
     """The last valid one stays, and the message quotes the new one."""
     bench.owner_asks(sequence=1)
-    watch = OwnerWatch(bench.site)
+    watch = OwnerWatch(bench.context)
     watch.step()
     store.write(NAME, body)
 
     run(bench, watch, 2)
 
     assert control(bench).sequence == 1
-    assert bench.site.messages.text().startswith("the owner is not heard: ")
+    assert bench.context.messages.text().startswith("the owner is not heard: ")
 
 
 def test_a_word_that_comes_late_does_not_undo_the_later_one(bench):
     """An owner that hung between its event and its control overwrites its successor's control."""
     bench.owner_asks(sequence=7, action="leave")
-    watch = OwnerWatch(bench.site)
+    watch = OwnerWatch(bench.context)
     watch.step()
     bench.owner_asks(sequence=5, action="checkpoint")
     run(bench, watch, 10)
@@ -78,7 +78,7 @@ def lease_bench(bench, store):
     """Return a watch of an attempt with an owner, orphaned after 300 s, grace 30 s."""
     bench.owner_asks(sequence=4, orphan_after_s=300, grace_s=30, candidates=("g1-step-00000100-a1",))
     LeaseFile(store).renew(holder="trigger")
-    watch = OwnerWatch(bench.site)
+    watch = OwnerWatch(bench.context)
     watch.step()
     return watch
 
@@ -115,7 +115,7 @@ def test_a_lease_that_stands_still_ends_the_attempt(bench, store):
 def test_a_lease_that_was_never_written_counts_as_still(bench):
     """The owner died before its first renewal: the machine must not run for ever."""
     bench.owner_asks(orphan_after_s=300)
-    watch = OwnerWatch(bench.site)
+    watch = OwnerWatch(bench.context)
 
     run(bench, watch, 330)
 
@@ -129,7 +129,7 @@ def test_a_store_that_cannot_be_read_is_no_expiry(bench, store):
     run(bench, watch, 7200, every=20)
 
     assert control(bench).action == "run"
-    assert bench.site.messages.text() == "the owner is not heard: the store is down"
+    assert bench.context.messages.text() == "the owner is not heard: the store is down"
 
     store.down = False
     run(bench, watch, 60)
@@ -165,7 +165,7 @@ def test_an_orphan_stays_one(bench, store):
 def test_a_zombie_goes(bench, store):
     """A control of attempt 3 exists: attempt 2 was abandoned, and its writes are void."""
     bench.owner_asks(sequence=4)
-    watch = OwnerWatch(bench.site)
+    watch = OwnerWatch(bench.context)
     run(bench, watch, 60)
     store.write(control_name(1, 3), Control().to_json())
 

@@ -32,7 +32,7 @@ def bench(make_bench, bucket, tmp_path):
     made = make_bench(layout={"mounts": mounts})
     made.store.write("spec-0.json", b'{"version": "v1", "name": "s", "entrypoint": ["x"]}')
     made.owner_asks()
-    setup.lay_out(made.site)
+    setup.lay_out(made.context)
     made.data = tmp_path / "data"
     return made
 
@@ -64,7 +64,7 @@ def test_what_changed_goes_up_once(bench, bucket, monkeypatch):
     (bench.data.parent / "raw" / "a" / "old.txt").write_text("read-only, and written all the same")
     puts = puts_of(bucket, monkeypatch)
 
-    assert WriteBack(bench.site).step()
+    assert WriteBack(bench.context).step()
 
     assert puts == ["a/old.txt", "b/new.txt"]
     assert bucket.read("a/old.txt") == b"changed"
@@ -80,7 +80,7 @@ def test_a_clock_that_is_coarse_hides_no_change(bench, bucket, monkeypatch, behi
     os.utime(bench.spool.root / "volume-0.mark", ns=(at, at))
     puts = puts_of(bucket, monkeypatch)
 
-    WriteBack(bench.site).flush()
+    WriteBack(bench.context).flush()
 
     assert ("b.txt" in puts) is goes
 
@@ -90,7 +90,7 @@ def test_an_old_time_hides_no_change(bench, bucket):
     (bench.data / "unpacked").write_text("x")
     os.utime(bench.data / "unpacked", (1, 1))
 
-    WriteBack(bench.site).flush()
+    WriteBack(bench.context).flush()
 
     assert bucket.read("unpacked") == b"x"
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_counts_only_after_its_volumes_are_up(bench, bucket, monkey
     """Their store does not answer: no manifest; later both are there."""
     (bench.data / "index").write_text("1")
     bench.session_saves(NAME)
-    uploads = Checkpoints(bench.site, keep=3)
+    uploads = Checkpoints(bench.context, keep=3)
     kind = type(bucket)
     real = kind.put_file
 
@@ -123,7 +123,7 @@ def test_a_sidecar_that_was_killed_meanwhile_uploads_again(bench, bucket, monkey
     (bench.data / "one").write_text("1")
     kind, real = type(bucket), type(bucket).put_file
     monkeypatch.setattr(kind, "put_file", lambda *_: (_ for _ in ()).throw(OSError("killed")))
-    assert not WriteBack(bench.site).step()
+    assert not WriteBack(bench.context).step()
     monkeypatch.setattr(kind, "put_file", real)
 
     assert WriteBack(bench.restarted()).step()
@@ -136,7 +136,7 @@ def test_a_link_out_of_the_volume_is_refused(bench, tmp_path):
     (tmp_path / "secret").write_text("x")
     (bench.data / "link").symlink_to(tmp_path / "secret")
 
-    assert WriteBack(bench.site).step()
+    assert WriteBack(bench.context).step()
 
     assert "leads to" in bench.state.failed
 
@@ -146,18 +146,18 @@ def test_a_volume_that_cannot_be_kept_costs_no_checkpoint(bench, bucket, tmp_pat
     link = bench.data / "link"
     link.symlink_to(tmp_path)
     bench.session_saves(NAME)
-    uploads = Checkpoints(bench.site, keep=3)
+    uploads = Checkpoints(bench.context, keep=3)
 
     assert uploads.step()
 
     assert complete_checkpoints(bench.store, 1) == (NAME,)
-    assert "not written back: " in bench.site.messages.text()
+    assert "not written back: " in bench.context.messages.text()
     link.unlink()
     (bench.data / "new").write_text("1")
     bench.session_saves("g1-step-00000400-a2")
     assert uploads.step()
     assert bucket.read("new") == b"1"
-    assert bench.site.messages.text() == ""
+    assert bench.context.messages.text() == ""
 
 
 def test_an_empty_volume_that_may_be_written_is_an_empty_folder(make_bench, tmp_path):
@@ -167,7 +167,7 @@ def test_an_empty_volume_that_may_be_written_is_an_empty_folder(make_bench, tmp_
     made.store.write("spec-0.json", b'{"version": "v1", "name": "s", "entrypoint": ["x"]}')
     made.owner_asks()
 
-    setup.lay_out(made.site)
+    setup.lay_out(made.context)
 
     assert made.start().get("failed") is None
     assert list((tmp_path / "out").iterdir()) == []

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from envscaler_agent.output import MAX_PENDING, WRITE_BYTES, Chunks, Masker, Pump
+from envscaler_agent.output import MAX_PENDING, WRITE_BYTES, Chunks, Masker, OutputCopier
 from envscaler_agent.progress import LogPatterns
 from envscaler_agent.sampler import BACKOFF_S, GOOD_S, HANG_S, SamplerChild
 
@@ -21,60 +21,60 @@ def pipe():
 
 def make(out, *, chunks=None, secrets=(), patterns=None):
     """Return a copier to *out*."""
-    return Pump(Masker(secrets), LogPatterns(patterns or {}), chunks, out)
+    return OutputCopier(Masker(secrets), LogPatterns(patterns or {}), chunks, out)
 
 
 def test_output_goes_to_stdout_and_to_chunks_masked(pipe, tmp_path):
     """Both get the same text."""
     chunks = Chunks(tmp_path, "log", max_bytes=1000, max_age_s=10, clock=lambda: 0)
-    pump = make(pipe[1], chunks=chunks, secrets=["hunter22"])
+    copier = make(pipe[1], chunks=chunks, secrets=["hunter22"])
 
-    pump.take(b"key hunt")
-    pump.take(b"er22\n")
-    pump.finish()
-    pump.write_pending()
+    copier.take(b"key hunt")
+    copier.take(b"er22\n")
+    copier.finish()
+    copier.write_pending()
 
     assert os.read(pipe[0], 100) == b"key ***\n"
     assert (tmp_path / "000001.log").read_bytes() == b"key ***\n"
-    assert pump.tail() == ("key ***",)
+    assert copier.tail() == ("key ***",)
 
 
 def test_a_slow_reader_holds_the_command_and_not_the_wrapper(pipe):
     """256 KiB wait; then the command blocks, as it would without a wrapper."""
-    pump = make(pipe[1])
-    assert pump.has_room
+    copier = make(pipe[1])
+    assert copier.has_room
 
-    pump.take(b"x" * MAX_PENDING)
+    copier.take(b"x" * MAX_PENDING)
 
-    assert not pump.has_room
-    assert pump.has_pending
-    pump.write_pending()
+    assert not copier.has_room
+    assert copier.has_pending
+    copier.write_pending()
     assert len(os.read(pipe[0], MAX_PENDING)) == WRITE_BYTES
 
 
 def test_a_reader_that_is_gone_stops_nothing(pipe, tmp_path):
     """The chunks continue."""
     chunks = Chunks(tmp_path, "log", max_bytes=1000, max_age_s=10, clock=lambda: 0)
-    pump = make(pipe[1], chunks=chunks)
+    copier = make(pipe[1], chunks=chunks)
     os.close(pipe[0])
     pipe[0] = None
 
-    pump.take(b"one\n")
-    pump.write_pending()
-    pump.take(b"two\n")
-    pump.finish()
+    copier.take(b"one\n")
+    copier.write_pending()
+    copier.take(b"two\n")
+    copier.finish()
 
-    assert not pump.has_pending
+    assert not copier.has_pending
     assert (tmp_path / "000001.log").read_bytes() == b"one\ntwo\n"
 
 
 def test_patterns_search_what_was_masked(pipe):
     """A secret number is not parsed as a step."""
-    pump = make(pipe[1], secrets=["12345"], patterns={"step": r"step (\S+)"})
+    copier = make(pipe[1], secrets=["12345"], patterns={"step": r"step (\S+)"})
 
-    assert not pump.take(b"step 12345\n")
-    assert pump.take(b"step 7\n")
-    assert pump.progress().step == 7
+    assert not copier.take(b"step 12345\n")
+    assert copier.take(b"step 7\n")
+    assert copier.progress().step == 7
 
 
 class Process:
