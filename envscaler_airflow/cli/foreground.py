@@ -26,7 +26,7 @@ from envscaler_airflow.owner.act import Controller
 from envscaler_airflow.owner.foreground import Holder
 from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.owner.request import request_stop
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import (
     Delivered,
     Stage,
@@ -234,7 +234,7 @@ class Foreground:
             return
         self.voice.say(f"next try in {duration_text(pause_s)}")
 
-    def _on_look(self, watch: Watch) -> None:
+    def _on_look(self, watch: AttemptWatcher) -> None:
         self._print_logs()
         self._tell_news()
         waits = "" if watch.observed is None else watch.observed.waits
@@ -246,7 +246,7 @@ class Foreground:
         if line:
             self.voice.progress(line)
 
-    def _tell_messages(self, watch: Watch) -> None:
+    def _tell_messages(self, watch: AttemptWatcher) -> None:
         """What nodes say of themselves, such as a full store; not again for another number in it."""
         for node, status in watch.statuses.items():
             kind = _NUMBER.sub("#", status.message)

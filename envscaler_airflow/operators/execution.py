@@ -176,7 +176,7 @@ _METASTORE = "airflow.state.metastore.MetastoreBackend"
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Execution:
     """What one execution works with."""
 
     run: Run
@@ -186,7 +186,7 @@ class Slice:
     @classmethod
     def open(
         cls, context: Context, *, compute: str, store_url: str | None, store_conn_id: str | None
-    ) -> Slice:
+    ) -> Execution:
         """Open the run of the task in *context*.
 
         Raises:
@@ -287,7 +287,7 @@ def _keeps_lives() -> bool:
 
 def postponed(
     err: EnvScalerError,
-    part: Slice | None,
+    execution: Execution | None,
     event: Mapping[str, Any] | None,
     watched: Mapping[str, Any] | None,
 ) -> tuple[str, Watching] | None:
@@ -295,7 +295,7 @@ def postponed(
 
     Args:
         err: What ended the execution.
-        part: The execution; None if it could not open the store.
+        execution: The execution; None if it could not open the store.
         event: Why it ran; None for ``execute``.
         watched: What its trigger watched, ``prefix``, ``watching`` and ``watched_s``; None without a trigger.
     """
@@ -303,11 +303,11 @@ def postponed(
         return None
     if watched is not None:
         known, prefix = Watching.from_dict(watched["watching"]), str(watched["prefix"])
-    elif part is not None and (state := part.state()) is not None:
-        found = watched_now(state, part.actor)
+    elif execution is not None and (state := execution.state()) is not None:
+        found = watched_now(state, execution.actor)
         if found is None:
             return None
-        known, prefix = found, part.run.prefix
+        known, prefix = found, execution.run.prefix
     else:
         return None  # no attempt was begun, as far as is known: an ordinary retry
     wake = Wake() if event is None else Wake.from_dict(event)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from jinja2 import Environment
 
-    from envscaler_airflow.operators.execution import Slice
+    from envscaler_airflow.operators.execution import Execution
     from envscaler_airflow.owner.stage import Delivered, Stage, Waiting
 
 FAILURES_KEY = "envscaler_trigger_failures"
@@ -199,13 +199,13 @@ class EnvStageOperator(_OnCluster):
         from envscaler_airflow.owner.retry import is_passing  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.owner.stage import SupersededError, Waiting  # noqa: PLC0415  (as above)
 
-        part = None
+        execution = None
         try:
-            part = self._open(context)
-            stage = self._stage(context, part, is_entry=event is None)
+            execution = self._open(context)
+            stage = self._stage(context, execution, is_entry=event is None)
             result, is_ours, goes_on = None, True, False
             try:
-                result = part.advance(stage, event)
+                result = execution.advance(stage, event)
                 goes_on = isinstance(result, Waiting)
             except EnvScalerError as err:
                 is_ours = not isinstance(err, SupersededError)  # which writes nothing, not even its log's end
@@ -213,28 +213,28 @@ class EnvStageOperator(_OnCluster):
                 raise
             finally:
                 if is_ours:
-                    part.write_log(self.log.info, goes_on=goes_on)
+                    execution.write_log(self.log.info, goes_on=goes_on)
         except (RunFailedError, BudgetError, SpecError, NoOfferError) as err:
             raise AirflowFailException(str(err)) from err
         except EnvScalerError as err:
-            self._postpone(context, err, part, event, watched)
+            self._postpone(context, err, execution, event, watched)
             self._raise(err)
         if isinstance(result, Waiting):
-            self._defer(context, part, result)
-        return self._deliver(context, part, result)
+            self._defer(context, execution, result)
+        return self._deliver(context, execution, result)
 
     def _postpone(
         self,
         context: Context,
         err: EnvScalerError,
-        part: Slice | None,
+        execution: Execution | None,
         event: Mapping[str, Any] | None,
         watched: Mapping[str, Any] | None,
     ) -> None:
         """Defer again if *err* may pass and an attempt may run: that uses up no retry."""
         from envscaler_airflow.operators.execution import postponed  # noqa: PLC0415  (DAG files do without)
 
-        found = postponed(err, part, event, watched)
+        found = postponed(err, execution, event, watched)
         if found is None:
             return
         prefix, watching = found
@@ -254,23 +254,23 @@ class EnvStageOperator(_OnCluster):
             raise AirflowFailException(str(err)) from err
         raise AirflowException(str(err)) from err
 
-    def _open(self, context: Context) -> Slice:
-        from envscaler_airflow.operators.execution import Slice  # noqa: PLC0415  (DAG files do without)
+    def _open(self, context: Context) -> Execution:
+        from envscaler_airflow.operators.execution import Execution  # noqa: PLC0415  (DAG files do without)
 
-        part = Slice.open(
+        execution = Execution.open(
             context, compute=self.compute_place, store_url=self.store_url, store_conn_id=self.store_conn_id
         )
-        self.run_url = part.run.url
-        return part
+        self.run_url = execution.run.url
+        return execution
 
-    def _stage(self, context: Context, part: Slice, *, is_entry: bool) -> Stage:
+    def _stage(self, context: Context, execution: Execution, *, is_entry: bool) -> Stage:
         from envscaler_airflow.operators.arguments import stage_of  # noqa: PLC0415  (DAG files do without)
 
-        return stage_of(self, context, begun=None if is_entry else part.begun, backend=part.backend)
+        return stage_of(self, context, begun=None if is_entry else execution.begun, backend=execution.backend)
 
-    def _defer(self, context: Context, part: Slice, waiting: Waiting) -> NoReturn:
+    def _defer(self, context: Context, execution: Execution, waiting: Waiting) -> NoReturn:
         self.log.info("deferred: %s", waiting.reason)
-        self._watch(context, part.run.prefix, waiting.watching.to_dict())
+        self._watch(context, execution.run.prefix, waiting.watching.to_dict())
 
     def _watch(self, context: Context, prefix: str, watching: Mapping[str, Any]) -> NoReturn:
         from envscaler_airflow.triggers.stage_trigger import StageTrigger  # noqa: PLC0415  (DAG files do without)
@@ -315,12 +315,12 @@ class EnvStageOperator(_OnCluster):
         return max(self.execution_timeout - used, timedelta(seconds=1))
 
     def _time_out(self, context: Context) -> None:
-        part = self._open(context)
-        part.time_out(
-            self._stage(context, part, is_entry=False),
+        execution = self._open(context)
+        execution.time_out(
+            self._stage(context, execution, is_entry=False),
             f"the task's execution_timeout of {self.execution_timeout} is over",
         )
-        part.write_log(self.log.info, goes_on=False)
+        execution.write_log(self.log.info, goes_on=False)
 
     def _count_trigger_failure(self, context: Context) -> int:
         ti = context["ti"]
@@ -328,10 +328,10 @@ class EnvStageOperator(_OnCluster):
         ti.xcom_push(key=FAILURES_KEY, value=count)
         return count
 
-    def _deliver(self, context: Context, part: Slice, delivered: Delivered) -> dict[str, Any]:
+    def _deliver(self, context: Context, execution: Execution, delivered: Delivered) -> dict[str, Any]:
         """Deliver the result, and record it as accepted once Airflow has counted the try as a success."""
         self.on_success_callback = [
-            lambda _context: self._record_acceptance(part),
+            lambda _context: self._record_acceptance(execution),
             *self.on_success_callback,
         ]
         if self.do_xcom_push:
@@ -339,9 +339,9 @@ class EnvStageOperator(_OnCluster):
                 context["ti"].xcom_push(key=name, value=uri)
         return {"outputs": delivered.outputs, "report": delivered.report}
 
-    def _record_acceptance(self, part: Slice) -> None:
+    def _record_acceptance(self, execution: Execution) -> None:
         try:
-            why_not = part.accept_delivery()
+            why_not = execution.accept_delivery()
         except EnvScalerError as err:
             why_not = str(err)
         if why_not is not None:

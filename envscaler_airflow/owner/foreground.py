@@ -12,7 +12,7 @@ from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
 from envscaler_airflow.owner.act import Controller
 from envscaler_airflow.owner.request import accept_delivery
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.run import Actor, RunState
 from envscaler_airflow.store.lease import RENEW_EVERY_S
@@ -43,7 +43,7 @@ class Holder:
     backend: Backend
     actor: Actor
     on_wait: Callable[[Waiting], None] = lambda _waiting: None
-    on_look: Callable[[Watch], None] = lambda _watch: None
+    on_look: Callable[[AttemptWatcher], None] = lambda _watch: None
     on_trouble: Callable[[Exception], None] = lambda _err: None
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
@@ -105,7 +105,7 @@ class Holder:
             wait_s = min(2 * wait_s, RENEW_EVERY_S)
 
     def _wait(self, waiting: Waiting) -> Wake:
-        watch = Watch(
+        watch = AttemptWatcher(
             run=self.run,
             backend=self.backend,
             watching=waiting.watching,
@@ -136,7 +136,7 @@ class Holder:
 class _Renewal:
     """Renews the lease of a watched run; a store that refuses writes hides no other error."""
 
-    def __init__(self, holder: Holder, watch: Watch) -> None:
+    def __init__(self, holder: Holder, watch: AttemptWatcher) -> None:
         self._holder, self._watch = holder, watch
         self._renewed = holder.monotonic()
         self._told: str | None = None

@@ -57,12 +57,12 @@ four times the sensor's default; a longer pause is a restart, and earlier sample
 MAX_POINTS = 240
 """Progress points kept to measure speed. Chosen: an hour of statuses."""
 
-RunSight = Literal["no-run", "no-attempt", "over", "seen"]
+SnapshotKind = Literal["no-run", "no-attempt", "over", "seen"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """Result of one check of the run.
+class RunSnapshot:
+    """The run at one check.
 
     Attributes:
         kind: ``no-run`` yet, ``no-attempt`` live now, ``over``, or ``seen``.
@@ -70,14 +70,14 @@ class Sight:
         check: The decision with all its inputs; None unless ``seen``.
     """
 
-    kind: RunSight
+    kind: SnapshotKind
     state: RunState
     check: Check | None = None
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """What this observer remembers of the live attempt since its last change in place.
+    """What this watcher remembers of the live attempt since its last change in place.
 
     Points come from one pod of node 0, the one with *claim*; each pod counts seconds from its own start.
     """
@@ -93,7 +93,7 @@ class _Attempt:
     claim: int = 0
 
 
-class Observer:
+class ScalingWatcher:
     """Checks one run repeatedly and carries windows and speeds from check to check."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Observer:
         self._policies = policies_of(run)
         self._spec_hash = ""
 
-    def look(self) -> Sight:
+    def snapshot(self) -> RunSnapshot:
         """Read new events and decide.
 
         Raises:
@@ -141,19 +141,19 @@ class Observer:
         """
         state = self._run.events.load()
         if state.generation == 0:
-            return Sight("no-run", state)
+            return RunSnapshot("no-run", state)
         if state.status != "active":
-            return Sight("over", state)
+            return RunSnapshot("over", state)
         live = state.live
         if live is None or live.phase == "intended" or live.generation != state.generation:
-            return Sight("no-attempt", state)
+            return RunSnapshot("no-attempt", state)
         observation = self.observation(state, live)
         policy = self.policy(state)
         decision = decide(observation, policy, policies=self._policies)
         check = Check(observation, policy, decision)
         self._memory = self._memory.after(check)
         self._last = check
-        return Sight("seen", state, check)
+        return RunSnapshot("seen", state, check)
 
     def spec(self, state: RunState) -> EnvSpec:
         """Return the frozen spec of the run."""

@@ -45,7 +45,7 @@ def unless_heard(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> Attem
     return AttemptStatus(tuple(heard(node) for node in observed.nodes))
 
 
-class Watch:
+class AttemptWatcher:
     """Watches one attempt, or waits for a timer, for StageTrigger and for a waiting shell."""
 
     def __init__(

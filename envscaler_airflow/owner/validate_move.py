@@ -11,7 +11,7 @@ from envscaler_airflow.backends.base import Backend, CountsFree, Handle
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, NoOfferError
 from envscaler_airflow.owner import choose
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.run import AttemptState, Request, RunState
 from envscaler_airflow.scaling import Check, Observation, validate
@@ -62,8 +62,8 @@ def judge(
     fresh = {offer.name: offer for offer in offers}
     rest = None if target.rest is None else fresh[target.rest.name]
     target = replace(target, offer=fresh[target.offer.name], rest=rest)
-    observer = Observer(run=run, backend=backend, candidates=(target,))
-    return _validate(observer, state, live, request, target, backend)
+    watcher = ScalingWatcher(run=run, backend=backend, candidates=(target,))
+    return _validate(watcher, state, live, request, target, backend)
 
 
 def _free_nodes(backend: Backend, live: AttemptState, target: Allocation) -> Mapping[str, int]:
@@ -83,14 +83,14 @@ def _free_nodes(backend: Backend, live: AttemptState, target: Allocation) -> Map
 
 
 def _validate(
-    observer: Observer,
+    watcher: ScalingWatcher,
     state: RunState,
     live: AttemptState,
     request: Request,
     target: Allocation,
     backend: Backend,
 ) -> Verdict:
-    now = observer.observation(state, live)
+    now = watcher.observation(state, live)
     asked = _asked_with(request)
     free = _free_nodes(backend, live, target)
     others = tuple(item for item in state.pending if item.number != request.number)
@@ -104,7 +104,7 @@ def _validate(
         refused={},  # the requester has already waited
     )
     is_forced = bool(request.body.get("forced"))
-    policy, policies = observer.policy(state), observer.policies
+    policy, policies = watcher.policy(state), watcher.policies
     if not is_forced and policy.name not in policies:
         return Verdict(None, f"policy {policy.name!r} is not installed where the owner runs")
     decision = validate(now, policy, target, is_forced=is_forced, policies=policies)

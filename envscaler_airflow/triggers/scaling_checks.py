@@ -12,7 +12,7 @@ from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.prometheus import asks
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.hooks.states import OVER
-from envscaler_airflow.owner.observe import Observer, Sight
+from envscaler_airflow.owner.observe import RunSnapshot, ScalingWatcher
 from envscaler_airflow.run import RunState
 from envscaler_airflow.scaling import Ask, Check
 from envscaler_airflow.store import Run, Store
@@ -28,10 +28,10 @@ last retries end before."""
 class _Checked:
     """One observed run."""
 
-    observer: Observer
+    watcher: ScalingWatcher
     log: DecisionLog
     lease: SensorLease
-    sight: Sight | None = None
+    snapshot: RunSnapshot | None = None
     said: str = ""
 
 
@@ -43,7 +43,7 @@ class Checks:
         store, backend: Where the runs are recorded, and what they run on.
         folder: Folder of the stage's runs, ``deployment/dag/run/task``.
         map_index: Only this index; None for all existing ones.
-        writer: Name of this observer in ``decisions/``.
+        writer: Name of this watcher in ``decisions/``.
         ask: Answers the queries of rules.
         until: When the sensor ends, by the run's clock; None: an hour after the stage's deadline, if any.
         monotonic: For ages.
@@ -91,18 +91,18 @@ class Checks:
             if name not in self._runs:
                 self._runs[name] = self._open(f"{self.folder}/{name}")
             run = self._runs[name]
-            run.sight = run.observer.look()
-            if run.sight.kind != "no-run":
+            run.snapshot = run.watcher.snapshot()
+            if run.snapshot.kind != "no-run":
                 run.lease.renew()
-            if run.sight.check is not None:
-                run.log.add(run.sight.check)
+            if run.snapshot.check is not None:
+                run.log.add(run.snapshot.check)
         return self._ended(states) or self._timed_out() or self._wanted() or self._overdue()
 
     def news(self) -> list[str]:
         """Return what the last check showed of each run, if it differs from the last report."""
         lines = []
         for name, run in self._runs.items():
-            words = _words(run.sight)
+            words = _words(run.snapshot)
             if words != run.said:
                 run.said = words
                 lines.append(words if name == "-1" else f"[{name}] {words}")
@@ -124,21 +124,21 @@ class Checks:
 
     def _open(self, prefix: str) -> _Checked:
         run = Run(self.store, prefix, clock=self.clock)
-        observer = Observer(run=run, backend=self.backend, ask=self.ask, monotonic=self.monotonic)
+        watcher = ScalingWatcher(run=run, backend=self.backend, ask=self.ask, monotonic=self.monotonic)
         log = DecisionLog(run, writer=self.writer, monotonic=self.monotonic)
-        return _Checked(observer, log, SensorLease(run, monotonic=self.monotonic))
+        return _Checked(watcher, log, SensorLease(run, monotonic=self.monotonic))
 
     def _ended(self, states: Mapping[str, str | None]) -> dict[str, Any] | None:
-        seen = {name: run.sight for name, run in self._runs.items() if run.sight is not None}
-        begun = {name: sight for name, sight in seen.items() if sight.kind != "no-run"}
-        over = bool(begun) and all(sight.kind == "over" for sight in begun.values())
+        seen = {name: run.snapshot for name, run in self._runs.items() if run.snapshot is not None}
+        begun = {name: snapshot for name, snapshot in seen.items() if snapshot.kind != "no-run"}
+        over = bool(begun) and all(snapshot.kind == "over" for snapshot in begun.values())
         all_terminal = bool(states) and all(state in OVER for state in states.values())
         if all_terminal and not begun:
             return {"kind": "absent", "states": sorted({str(state) for state in states.values()})}
         if not (all_terminal or (over and self.map_index is not None)):
             return None
         self.close()
-        runs = {name: summary(sight.state) for name, sight in begun.items()}
+        runs = {name: summary(snapshot.state) for name, snapshot in begun.items()}
         return {"kind": "ended", "runs": runs}
 
     def _timed_out(self) -> dict[str, Any] | None:
@@ -148,24 +148,24 @@ class Checks:
 
     def _wanted(self) -> dict[str, Any] | None:
         for name, run in self._runs.items():
-            check = run.sight.check if run.sight else None
+            check = run.snapshot.check if run.snapshot else None
             if check is not None and check.decision.action == "move":
                 return _move(f"{self.folder}/{name}", check)
         return None
 
     def _overdue(self) -> dict[str, Any] | None:
         """Apply the sensor's default timeout: an hour after the last deadline; none if a run has none."""
-        limits = [_deadline(run.sight.state) for run in self._runs.values() if run.sight]
+        limits = [_deadline(run.snapshot.state) for run in self._runs.values() if run.snapshot]
         known = [limit for limit in limits if limit is not None]
         if not known or len(known) < len(limits) or self.now() < max(known) + DEADLINE_MARGIN_S:
             return None
         return {"kind": "timeout", "reason": "the stage's deadline is over by an hour"}
 
 
-def _words(sight: Sight | None) -> str:
-    if sight is None or sight.check is None:
-        return sight.kind if sight else "not seen"
-    decision = sight.check.decision
+def _words(snapshot: RunSnapshot | None) -> str:
+    if snapshot is None or snapshot.check is None:
+        return snapshot.kind if snapshot else "not seen"
+    decision = snapshot.check.decision
     target = "" if decision.action == "keep" else f" to {decision.target.name}"
     return f"{decision.action}{target}: {decision.reason}"
 

@@ -19,7 +19,7 @@ from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.hooks.states import OVER, task_state
 
 if TYPE_CHECKING:
-    from envscaler_airflow.triggers.stage_watch import Look
+    from envscaler_airflow.triggers.stage_watch import StageWatcher
 
 
 T = TypeVar("T")
@@ -172,22 +172,22 @@ class StageTrigger(BaseTrigger):
         return None if ti is None else task_state(ti.dag_id, ti.run_id, ti.task_id, ti.map_index)
 
     async def _watched(self) -> dict[str, Any]:
-        look: Look | None = None
+        watcher: StageWatcher | None = None
         fault = ""
         while True:
             try:
-                if look is None:
-                    look = await in_thread(self._open)
-                wake = await in_thread(self._look, look)
+                if watcher is None:
+                    watcher = await in_thread(self._open)
+                wake = await in_thread(self._poll, watcher)
                 fault = ""
             except SpecError:
                 raise  # another store than the operator's, or none: waiting changes nothing
             except (EnvScalerError, AirflowRuntimeError, TimeoutError) as err:
                 wake = None
                 if isinstance(err, TimeoutError):
-                    look = None  # its thread may still run, and see what we would then miss
+                    watcher = None  # its thread may still run, and see what we would then miss
                 if fault != (fault := str(err) or "timed out"):
-                    self.log.warning("cannot look at the run: %s", fault)
+                    self.log.warning("the run cannot be read: %s", fault)
             if wake is not None:
                 return wake
             await self._warm_up()
@@ -200,10 +200,10 @@ class StageTrigger(BaseTrigger):
             with contextlib.suppress(AirflowException, AirflowRuntimeError, TimeoutError):
                 await in_thread(self._task_state)
 
-    def _open(self) -> Look:
-        from envscaler_airflow.triggers.stage_watch import Look  # noqa: PLC0415  (in the thread, not in the loop)
+    def _open(self) -> StageWatcher:
+        from envscaler_airflow.triggers.stage_watch import StageWatcher  # noqa: PLC0415  (in the thread, not in the loop)
 
-        return Look.open(
+        return StageWatcher.open(
             self.prefix,
             self.watching,
             compute=self.compute,
@@ -213,8 +213,8 @@ class StageTrigger(BaseTrigger):
             poll_s=self.poll_s,
         )
 
-    def _look(self, look: Look) -> dict[str, Any] | None:
-        return look.once(lambda line: self.log.info("%s", line))
+    def _poll(self, watcher: StageWatcher) -> dict[str, Any] | None:
+        return watcher.once(lambda line: self.log.info("%s", line))
 
     def _kill(self) -> bool:
         from envscaler_airflow.triggers.stage_watch import kill  # noqa: PLC0415  (same)

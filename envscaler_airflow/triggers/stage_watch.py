@@ -17,7 +17,7 @@ from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.owner.close import close_behind
 from envscaler_airflow.owner.request import kill_quietly
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.store import Run
@@ -57,7 +57,7 @@ class TransferNews:
         return found
 
 
-class Look:
+class StageWatcher:
     """Observes one run on behalf of a trigger."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Look:
         self._is_begun = False
         self._told = frozenset({self._waits} - {""})
         backend = _shared(compute)
-        self._watch = Watch(
+        self._watch = AttemptWatcher(
             run=run,
             backend=backend,
             watching=watching,
@@ -116,7 +116,7 @@ class Look:
         store_url: str | None,
         store_conn_id: str | None,
         poll_s: float = 0.0,
-    ) -> Look:
+    ) -> StageWatcher:
         """Observe a run with settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
         run, told = Run(store, prefix), Watching.from_dict(watching)

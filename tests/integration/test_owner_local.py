@@ -359,14 +359,14 @@ import json, sys
 from envscaler_airflow.backends import create_backend
 from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.owner.stage import Watching
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
 url, prefix, root, handle, number = sys.argv[1:]
 handle = json.loads(handle)
 backend = create_backend("local", {"root": root})
 watching = Watching(int(number), 1, attempt=1, handle=handle)
-wake = Watch(run=Run(open_store(url), prefix), backend=backend, watching=watching).poll()
+wake = AttemptWatcher(run=Run(open_store(url), prefix), backend=backend, watching=watching).poll()
 states = [node.state for node in backend.observe(Handle.from_dict(handle)).nodes]
 print(json.dumps([states, wake.kind if wake else None]))
 """

@@ -10,9 +10,9 @@ from fakes.kubernetes import JOBS, PODS
 from integration.kubernetes.rig import KEY, running
 
 from envscaler_agent.protocol import Progress, Status, status_name
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.request import request_move
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store.run import Run
@@ -119,7 +119,7 @@ def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_he
     cluster.add_node("node-1")
     cluster.advance(50 + 60 + 30 + 240)
     clock, waiting = ManualClock(), run.owner.resume(Wake("status"))
-    watch = Watch(
+    watch = AttemptWatcher(
         run=Run(run.store, KEY), backend=run.backend, watching=waiting.watching, monotonic=clock.monotonic
     )
 
@@ -143,7 +143,7 @@ def test_a_pod_whose_kubelet_is_dead_is_replaced_only_once_the_store_does_not_he
 def decision(run, usage):
     """The last of the sensor's checks, one every 15 s: one for each aggregate of *usage*."""
     clock = ManualClock()
-    observer = Observer(
+    watcher = ScalingWatcher(
         run=Run(run.store, KEY, clock=clock.time),
         backend=run.backend,
         candidates=tuple(Allocation(offer) for offer in run.backend.offers()),
@@ -155,7 +155,7 @@ def decision(run, usage):
         status = replace(said, start_step=0, usage=used)
         run.store.write(f"{KEY.prefix}/{status_name(1, 1, 0, 1)}", status.to_json())
         clock.advance(15)
-        check = observer.look().check
+        check = watcher.snapshot().check
     return check.decision
 
 

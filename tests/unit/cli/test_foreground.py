@@ -15,7 +15,7 @@ from envscaler_airflow.cli import progress as voice_module
 from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, own_and_tell, signals
 from envscaler_airflow.cli.progress import Voice, progress_line
 from envscaler_airflow.errors import NoOfferError, RunFailedError, StoreError
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Stage, Waiting, Watching
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor, AttemptState, RunState
@@ -215,7 +215,7 @@ def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
 
 def test_what_a_node_says_of_itself_is_said_once(owner, store):
     """A full store, as the sidecar finds it; another number in the same message is not news (F6)."""
-    watch = Watch(run=Run(store, KEY), backend=ScriptedBackend(), watching=Watching(0, 1))
+    watch = AttemptWatcher(run=Run(store, KEY), backend=ScriptedBackend(), watching=Watching(0, 1))
     for words in (
         "outputs: No space left; retrying in 2 s",
         "outputs: No space left; retrying in 4 s",

@@ -9,7 +9,7 @@ from fakes.operator_world import PREFIX, Ti, operator_world
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.operators import execution
 from envscaler_airflow.owner.retry import is_passing, postponed
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ManualClock
@@ -160,7 +160,7 @@ def test_an_answer_ends_the_count(world, faulty):
 
 def watch_of(world, watching, clock):
     """Return what a trigger watches with."""
-    return Watch(
+    return AttemptWatcher(
         run=Run(world.store, PREFIX), backend=world.backend, watching=watching, monotonic=clock.monotonic
     )
 

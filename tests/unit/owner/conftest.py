@@ -18,7 +18,7 @@ from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.owner.act import Controller
 from envscaler_airflow.owner.request import request_move
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
@@ -223,7 +223,7 @@ class World:
 
     def watch(self, waiting):
         """Return what a trigger sees first."""
-        return Watch(
+        return AttemptWatcher(
             run=Run(self.store, KEY, clock=self.clock.time),
             backend=self.backend,
             watching=waiting.watching,

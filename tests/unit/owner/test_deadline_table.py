@@ -9,7 +9,7 @@ import pytest
 
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.owner import policies
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Policy, StartFacts, replay
 from envscaler_airflow.scaling.deadline import Table
@@ -123,7 +123,7 @@ def test_the_sensor_decides_by_the_table(new_world):
     """On demand with hours to spare: the numbers are ticks of on-demand, which only the table provides."""
     world = new_world((DEMAND, SPOT), spec=SPEC + "capacity: on-demand\n")
     owner_of(world, deadline_s=10 * 3600.0).enter()
-    observer = Observer(
+    watcher = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         candidates=(Allocation(DEMAND), Allocation(SPOT)),
@@ -132,7 +132,7 @@ def test_the_sensor_decides_by_the_table(new_world):
     for step in range(1, 6):
         world.say(step=10 * step, elapsed_s=60.0 * step)
         world.clock.advance(60)
-        check = observer.look().check
+        check = watcher.snapshot().check
 
     ticks = check.decision.numbers["ticks_of_on_demand"]
     assert 0 < ticks["spot"] < ticks["on_demand"]
@@ -143,7 +143,7 @@ def test_a_check_names_its_table_and_is_decided_again_by_it(new_world):
     """Another table has become current since: replaying gives the recorded decision."""
     world = new_world((DEMAND, SPOT), spec=SPEC + "capacity: on-demand\n")
     owner_of(world, deadline_s=10 * 3600.0).enter()
-    observer = Observer(
+    watcher = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         candidates=(Allocation(DEMAND), Allocation(SPOT)),
@@ -153,7 +153,7 @@ def test_a_check_names_its_table_and_is_decided_again_by_it(new_world):
     for step in range(1, 6):
         world.say(step=10 * step, elapsed_s=60.0 * step)
         world.clock.advance(60)
-        checks.append(observer.look().check)
+        checks.append(watcher.snapshot().check)
     job = job_of(Allocation(SPOT), (DEMAND, SPOT), deadline_s=36_000.0, start_s=3000.0)
     publish(world.store, world.prefix, job)
 

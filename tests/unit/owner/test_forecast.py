@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from envscaler_airflow.owner import policies
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy, StartFacts
 from envscaler_airflow.scaling.phase import FILE, PHASE, Forecast, Span, spans_of
@@ -86,7 +86,7 @@ def test_the_larger_need_is_met_before_its_phase_begins(new_world):
         log.add(check)
     log.close()
     world.controller(value_of_hour=0.0).enter()
-    observer = Observer(
+    watcher = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         candidates=(FOUR, EIGHT, TWO),
@@ -97,7 +97,7 @@ def test_the_larger_need_is_met_before_its_phase_begins(new_world):
         for node in range(4):
             world.say(node=node, step=10, phase="running", elapsed_s=1.0, training="loading")
         world.clock.advance(30)
-        check = observer.look().check
+        check = watcher.snapshot().check
         asked.append((check.decision.action, check.observation.next_phase))
 
     first = [action for action, _ in asked].index("move")

@@ -9,7 +9,7 @@ import pytest
 from envscaler_agent.protocol import Ended, control_name
 from envscaler_airflow.backends.base import NodeStatus
 from envscaler_airflow.errors import BackendError, CapacityError
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -545,21 +545,21 @@ def test_a_change_in_place_is_a_move_to_the_policy(world):
     """Cool-down and count apply after it, and a change under way counts as the one action."""
     world.backend.answers = ["going", "done"]
     owner = started(world)
-    observer = Observer(
+    watcher = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         monotonic=world.clock.monotonic,
     )
     world.clock.advance(100)
-    before = observer.look().check.observation
+    before = watcher.snapshot().check.observation
     world.ask_move(target=Allocation(LARGE))
     owner.resume(Wake("request"))
-    during = observer.look().check.observation
+    during = watcher.snapshot().check.observation
     owner.resume(Wake("status"))
-    first = observer.look().check.observation
+    first = watcher.snapshot().check.observation
     world.clock.advance(5)
-    later = observer.look().check
-    again = Observer(
+    later = watcher.snapshot().check
+    again = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         monotonic=world.clock.monotonic,
@@ -570,4 +570,4 @@ def test_a_change_in_place_is_a_move_to_the_policy(world):
     assert (first.moves, first.since_move_s) == (1, 0.0)
     assert later.observation.since_move_s == 5.0
     assert later.decision.reason.startswith("cool-down: 5 s of 10 s")
-    assert again.look().check.observation.moves == 1
+    assert again.snapshot().check.observation.moves == 1

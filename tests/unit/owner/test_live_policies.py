@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from fakes.policies import bring_propose, forgotten
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy, Proposal, Want, explain
@@ -47,7 +47,7 @@ def brought(monkeypatch):
 
 def looked(world, *, looks=4):
     """Return the last check of a sensor that checks every minute."""
-    observer = Observer(
+    watcher = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         candidates=(Allocation(SMALL), Allocation(LARGE)),
@@ -57,7 +57,7 @@ def looked(world, *, looks=4):
     for look in range(1, looks + 1):
         world.say(step=10 * look, elapsed_s=60.0 * look)
         world.clock.advance(60)
-        check = observer.look().check
+        check = watcher.snapshot().check
         log.add(check)
     log.close()
     return check

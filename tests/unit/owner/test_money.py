@@ -11,7 +11,7 @@ import pytest
 from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.errors import BackendError, BudgetError, RunFailedError
 from envscaler_airflow.owner import facts, limits
-from envscaler_airflow.owner.run_watch import Watch
+from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState
@@ -232,7 +232,7 @@ def test_a_trigger_that_looks_seldom_drains_earlier_and_the_owner_agrees(world):
     """Checks five minutes apart: the wake carries the interval, and the owner acts on it (A6)."""
     owner = world.controller(budget_usd=0.05)
     waiting = owner.enter()
-    watch = Watch(
+    watch = AttemptWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         watching=waiting.watching,

@@ -8,7 +8,7 @@ from envscaler_agent.protocol import Ended, Progress, Status, claim_name, status
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.act import Controller
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import check_store, open_store
@@ -35,7 +35,7 @@ scaling:
 
 
 class Scene:
-    """A run of two nodes with an observer."""
+    """A run of two nodes with an watcher."""
 
     def __init__(self, tmp_path, spec=SPEC):
         """Start the attempt; no node has reported yet."""
@@ -54,9 +54,9 @@ class Scene:
         self.owner.enter()
         self.sequences = {}
 
-    def observer(self, ask=None):
-        """Return a new observer, as after a restart of the triggerer."""
-        return Observer(
+    def watcher(self, ask=None):
+        """Return a new watcher, as after a restart of the triggerer."""
+        return ScalingWatcher(
             run=Run(self.store, KEY, clock=self.clock.time),
             ask=ask,
             backend=self.backend,
@@ -98,44 +98,44 @@ def scene(tmp_path):
 
 def test_a_round_of_samples_needs_a_word_of_every_node(scene):
     """Node 0 twice and node 1 once is one round; a further check adds none."""
-    observer = scene.observer()
+    watcher = scene.watcher()
     scene.say(0)
     scene.say(0)
-    observer.look()
+    watcher.snapshot()
     scene.say(1)
 
-    observer.look()
-    seen = observer.look().check.observation
+    watcher.snapshot()
+    seen = watcher.snapshot().check.observation
 
     assert [(item.node, item.metric) for item in seen.samples] == [(0, "cpu_percent"), (1, "cpu_percent")]
 
 
 def test_a_speed_is_in_the_unit_that_work_is_counted_in(scene):
     """Epochs first, and steps once their total is known: one step a second throughout, restarts included."""
-    observer, found = scene.observer(), []
+    watcher, found = scene.watcher(), []
     log = DecisionLog(Run(scene.store, KEY), writer="sensor", monotonic=scene.clock.monotonic)
     for look in range(10):
         epochs = {"epoch": 3 + look // 3, "epochs": 10, "total_steps": None if look < 5 else 60_000}
         scene.say(0, step=30_000 + 15 * look, elapsed_s=15.0 * look, **epochs)
-        check = observer.look().check
+        check = watcher.snapshot().check
         log.add(check)
         found.append((check.observation.unit, [item.mean for item in check.observation.speeds.values()]))
         scene.clock.advance(15)
     log.close()
 
     assert found[4:7] == [("epochs", [pytest.approx(1 / 60)]), ("steps", []), ("steps", [1.0])]
-    again = scene.observer().look().check.observation
+    again = scene.watcher().snapshot().check.observation
     assert [item.mean for item in again.speeds.values()] == [1.0]
 
 
 def test_only_metrics_that_rules_look_at_are_carried(scene):
     """Otherwise a day of checks would be gigabytes."""
-    observer = scene.observer()
+    watcher = scene.watcher()
     for _ in range(20):
         scene.say(0)
         scene.say(1)
         scene.clock.advance(15)
-        seen = observer.look().check.observation
+        seen = watcher.snapshot().check.observation
 
     assert {item.metric for item in seen.samples} == {"cpu_percent"}
     assert len(seen.samples) <= 2 * 7  # two nodes, twice three samples of 15 s, and now
@@ -143,13 +143,13 @@ def test_only_metrics_that_rules_look_at_are_carried(scene):
 
 def test_three_rounds_above_scale_out(scene):
     """90 % of one CPU on both nodes, three times: one node more."""
-    observer = scene.observer()
+    watcher = scene.watcher()
     decisions = []
     for _ in range(4):
         scene.say(0)
         scene.say(1)
         scene.clock.advance(15)
-        decisions.append(observer.look().check.decision)
+        decisions.append(watcher.snapshot().check.decision)
 
     assert [decision.action for decision in decisions[:2]] == ["keep", "keep"]
     assert decisions[-1].action == "move"
@@ -175,14 +175,14 @@ class Server:
         return (self.value,)
 
 
-def watched(scene, observer, *, every_s=30, times=1):
+def watched(scene, watcher, *, every_s=30, times=1):
     """Make *count* checks, before each of which both nodes report; return their decisions."""
     decisions = []
     for _ in range(times):
         scene.say(0)
         scene.say(1)
         scene.clock.advance(every_s)
-        decisions.append(observer.look().check.decision)
+        decisions.append(watcher.snapshot().check.decision)
     return decisions
 
 
@@ -190,26 +190,28 @@ def watched(scene, observer, *, every_s=30, times=1):
 def test_a_query_is_asked_at_each_check_and_three_above_scale_out(tmp_path, every_s):
     """The interval of checks does not matter; what nodes report is not carried."""
     scene, server = Scene(tmp_path, QUERIED), Server()
-    observer = scene.observer(server)
+    watcher = scene.watcher(server)
 
-    decisions = watched(scene, observer, every_s=every_s, times=4)
+    decisions = watched(scene, watcher, every_s=every_s, times=4)
 
     assert [decision.action for decision in decisions[:2]] == ["keep", "keep"]
     assert (decisions[-1].action, decisions[-1].target.nodes) == ("move", 3)
     assert server.asked == ["avg(node_load1)"] * 4
-    assert {item.metric for item in observer.look().check.observation.samples} == {"mean of avg(node_load1)"}
+    assert {item.metric for item in watcher.snapshot().check.observation.samples} == {
+        "mean of avg(node_load1)"
+    }
 
 
 def test_a_server_that_is_away_makes_the_metric_unknown_and_the_count_begin_anew(tmp_path):
     """The sensor keeps the machine and records the reason; two checks after the outage are not yet three."""
     scene, server = Scene(tmp_path, QUERIED), Server()
-    observer = scene.observer(server)
-    watched(scene, observer, times=2)
+    watcher = scene.watcher(server)
+    watched(scene, watcher, times=2)
 
     server.value = None
-    (away,) = watched(scene, observer)
+    (away,) = watched(scene, watcher)
     server.value = 90.0
-    after = watched(scene, observer, times=4)
+    after = watched(scene, watcher, times=4)
 
     why = "query 'avg(node_load1)': http://p: Prometheus does not answer: refused"
     assert (away.action, away.reason) == ("keep", f"load is unknown: {why}")
@@ -220,17 +222,17 @@ def test_a_server_that_is_away_makes_the_metric_unknown_and_the_count_begin_anew
 def test_who_asks_nobody_goes_by_what_was_recorded(tmp_path):
     """The stage's owner judges a move by the answers that the sensor recorded. It fails where they failed."""
     scene, server = Scene(tmp_path, QUERIED), Server()
-    observer = scene.observer(server)
+    watcher = scene.watcher(server)
     log = DecisionLog(Run(scene.store, KEY), writer="s", monotonic=scene.clock.monotonic)
-    watched(scene, observer, times=4)
-    log.add(observer.look().check)
+    watched(scene, watcher, times=4)
+    log.add(watcher.snapshot().check)
     log.close()
 
-    moving = scene.observer().look().check.decision
+    moving = scene.watcher().snapshot().check.decision
     server.value = None
-    log.add(observer.look().check)
+    log.add(watcher.snapshot().check)
     log.close()
-    keeping = scene.observer().look().check.decision
+    keeping = scene.watcher().snapshot().check.decision
 
     assert (moving.action, moving.target.nodes) == ("move", 3)
     assert keeping.action == "keep"
@@ -238,12 +240,12 @@ def test_who_asks_nobody_goes_by_what_was_recorded(tmp_path):
 
 
 def test_a_speed_is_measured_by_the_nodes_own_clock(scene):
-    """100 steps in 50 s of the node's clock: 2 steps a second, independent of the observer's clock."""
-    observer = scene.observer()
+    """100 steps in 50 s of the node's clock: 2 steps a second, independent of the watcher's clock."""
+    watcher = scene.watcher()
     for step, elapsed_s in [(100, 10.0), (150, 35.0), (200, 60.0)]:
         scene.say(0, step=step, elapsed_s=elapsed_s)
         scene.clock.advance(7)
-        seen = observer.look().check.observation
+        seen = watcher.snapshot().check.observation
 
     assert seen.speeds["2 x scripted/cpu-1/on-demand"].mean == pytest.approx(2.0)
 
@@ -254,15 +256,15 @@ def test_a_replaced_pod_adds_to_the_speed_from_its_first_word_on(scene, first_s)
 
     It does not matter whether its time is below that of the previous pod or already beyond it.
     """
-    observer, name = scene.observer(), "2 x scripted/cpu-1/on-demand"
+    watcher, name = scene.watcher(), "2 x scripted/cpu-1/on-demand"
     for step, elapsed_s in [(100, 50.0), (200, 100.0), (300, 150.0)]:
         scene.say(0, step=step, elapsed_s=elapsed_s)
-        old = observer.look().check.observation
+        old = watcher.snapshot().check.observation
     scene.replace_pod(claim=2)
     found = []
     for number in range(3):
         scene.say(0, step=300 + 200 * number, elapsed_s=first_s + 50 * number, claim=2)
-        found.append(observer.look().check.observation.speeds[name].mean)
+        found.append(watcher.snapshot().check.observation.speeds[name].mean)
 
     assert old.speeds[name].mean == pytest.approx(2.0)
     assert found == [pytest.approx(2.0), pytest.approx((200 + 200) / 150), pytest.approx(3.0)]
@@ -270,29 +272,29 @@ def test_a_replaced_pod_adds_to_the_speed_from_its_first_word_on(scene, first_s)
 
 def test_a_silent_node_is_of_unknown_health(scene):
     """No new report for 90 s."""
-    observer = scene.observer()
+    watcher = scene.watcher()
     scene.say(0)
-    fresh = observer.look().check.observation
+    fresh = watcher.snapshot().check.observation
     scene.clock.advance(91)
 
-    stale = observer.look().check.observation
+    stale = watcher.snapshot().check.observation
 
     assert (fresh.health, stale.health) == ("ok", "unknown")
 
 
 def test_windows_and_speeds_survive_a_restart_of_the_observer(scene):
-    """The observer rebuilds them from the recorded checks."""
-    observer = scene.observer()
+    """The watcher rebuilds them from the recorded checks."""
+    watcher = scene.watcher()
     log = DecisionLog(Run(scene.store, KEY), writer="s", monotonic=scene.clock.monotonic)
     for step, elapsed_s in [(100, 10.0), (200, 60.0)]:
         scene.say(0, step=step, elapsed_s=elapsed_s)
         scene.say(1)
         scene.clock.advance(15)
-        before = observer.look().check
+        before = watcher.snapshot().check
         log.add(before)
     log.close()
 
-    after = scene.observer().look().check.observation
+    after = scene.watcher().snapshot().check.observation
 
     assert after.elapsed_s == pytest.approx(before.observation.elapsed_s)
     assert after.speeds == before.observation.speeds
@@ -306,12 +308,12 @@ def test_a_run_that_is_over_is_seen_as_such(scene):
     scene.say(1, phase="ended", ended=ended)
     for handle in scene.backend.live:
         scene.backend.end(handle)
-    observer = scene.observer()
-    before = observer.look()
+    watcher = scene.watcher()
+    before = watcher.snapshot()
 
     from envscaler_airflow.owner.stage import Wake
 
     scene.owner.resume(Wake("status"))
 
     assert before.kind == "seen"
-    assert observer.look().kind == "over"
+    assert watcher.snapshot().kind == "over"

@@ -18,7 +18,7 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import BackendError, SpecError, StoreError
 from envscaler_airflow.owner import policies
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.policies import policies_of
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -236,7 +236,7 @@ def test_the_owner_stores_what_it_prepares_and_checks_name_it(new_world, monkeyp
     """The deadline policy under another name: its table is built at the start, and decides."""
     policy = replace(DEADLINE, name="theirs")
     world = started(new_world, monkeypatch, policy, strategy="deadline", deadline_s=36_000.0)
-    observer = Observer(
+    watcher = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         candidates=(Allocation(LARGE), Allocation(SPOT)),
@@ -245,7 +245,7 @@ def test_the_owner_stores_what_it_prepares_and_checks_name_it(new_world, monkeyp
     for number in range(1, 4):
         world.say(step=10 * number, elapsed_s=30.0 * number)
         world.clock.advance(30)
-        check = observer.look().check
+        check = watcher.snapshot().check
 
     pointer, table = sorted(tables(world), key=len)
     assert (pointer, re.fullmatch(r"theirs-[0-9a-f]{16}\.bin", table) is not None) == ("theirs.json", True)

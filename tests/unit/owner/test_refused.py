@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fakes.policies import bring_propose, forgotten
 
-from envscaler_airflow.owner.observe import Observer
+from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import RunState, fold
@@ -31,13 +31,13 @@ scaling: {policy: more, stabilization: 0s, cooldown: 1s, warmup: 1s, min_epochs_
 
 
 def sensed(world):
-    """Make one check with a new observer, and append its request if it wants a move."""
-    observer = Observer(
+    """Make one check with a new watcher, and append its request if it wants a move."""
+    watcher = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
         monotonic=world.clock.monotonic,
     )
-    decision = observer.look().check.decision
+    decision = watcher.snapshot().check.decision
     if decision.action == "move":
         body = {"reason": decision.reason, "target": decision.target.to_dict(), "from_attempt": [1, 1]}
         world.log.append_request("move-requested", body, actor=None)

@@ -25,7 +25,7 @@ from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
 from envscaler_airflow.triggers import stage_trigger as stage_module
 from envscaler_airflow.triggers import stage_watch as look_module
 from envscaler_airflow.triggers.stage_trigger import StageTrigger, settle_s
-from envscaler_airflow.triggers.stage_watch import Look
+from envscaler_airflow.triggers.stage_watch import StageWatcher
 from envscaler_airflow.triggers.tail import Tail
 
 KEY = RunKey("deployment", "dag", "run", "train")
@@ -148,7 +148,7 @@ def test_goes_on_after_a_store_that_cannot_be_read(world, capsys):
     found = events_of(trigger)
 
     assert [event["kind"] for event in found] == ["status"]
-    assert capsys.readouterr().out.count("cannot look") == 1
+    assert capsys.readouterr().out.count("cannot be read") == 1
 
 
 def test_shows_the_log_once_over_a_restart(world, capsys):
@@ -216,7 +216,7 @@ def test_shows_nothing_when_the_cursor_cannot_be_kept(world):
 def test_renews_the_lease_every_minute(world):
     """Two checks within the minute raise the counter once, one after it once more."""
     now = [0.0]
-    look = look_module.Look(
+    look = look_module.StageWatcher(
         Run(world.store, KEY),
         Watching.from_dict(world.watching()),
         compute="local",
@@ -258,7 +258,7 @@ def test_says_how_far_a_transfer_is_that_lasts(world):
     """After a minute, and each minute in which it advanced; a shorter transfer logs nothing (F6)."""
     now = [0.0]
     watching = Watching.from_dict(world.watching())
-    look = Look(Run(world.store, KEY), watching, compute="x", holder="t", monotonic=lambda: now[0])
+    look = StageWatcher(Run(world.store, KEY), watching, compute="x", holder="t", monotonic=lambda: now[0])
     shown = []
     for now[0], done in [(0, 0), (30, 10), (59, 20), (61, 30), (90, 40), (121, 50), (200, 50), (260, None)]:
         moving = None if done is None else Transfer("restoring", "checkpoint 440", done, 100)
@@ -272,7 +272,7 @@ def test_says_how_far_a_transfer_is_that_lasts(world):
 
 def test_says_once_what_the_machines_wait_for(world):
     """In the log once per change, and in the lease for a shell; texts that alternate are logged once each."""
-    look = Look(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
+    look = StageWatcher(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
     pull = {"reason": "image", "detail": "ErrImagePull of train:1"}
     again = {"reason": "image", "detail": "ImagePullBackOff of train:1"}
 
@@ -306,7 +306,7 @@ def test_says_once_what_the_machines_wait_for(world):
 
 def test_what_is_waited_for_costs_no_event(world):
     """The next check retries a lease that could not be written; the trigger still reports the request."""
-    look = Look(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
+    look = StageWatcher(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
     said(look)
     world.backend.set_state(world.handle, "pending", detail="no room")
     world.log.append_request("move-requested", {"target": ALLOCATION.to_dict()}, actor=None)
@@ -322,7 +322,7 @@ def test_what_is_waited_for_costs_no_event(world):
 
 def test_a_stage_that_waits_for_nothing_says_nothing(world):
     """From the first check on."""
-    look = Look(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
+    look = StageWatcher(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
 
     assert said(look) == []
     assert said(look) == []
@@ -401,7 +401,7 @@ def test_goes_on_while_airflow_gives_no_answer(world, monkeypatch, capsys):
     monkeypatch.setattr(StageTrigger, "_task_state", no_answer)
 
     assert [event["kind"] for event in events_of(world.trigger())] == ["status"]
-    assert capsys.readouterr().out.count("cannot look") == 1
+    assert capsys.readouterr().out.count("cannot be read") == 1
 
 
 def test_a_kill_of_which_airflow_says_nothing_leaves_the_attempt_to_its_lease(world, monkeypatch, capsys):
