@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor, Event, RunState
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store import EventLog, RunKey, Store, open_store
 from envscaler_airflow.store.events import event_name
 from envscaler_airflow.store.run import Run
@@ -37,7 +38,7 @@ def events(attempts: int) -> list[Event]:
             ("attempt-ended", {**name, "outcome": "lost", "step": number, "checkpoint_step": number}),
         ]
     actor = Actor("018f0000-0000-7000-8000-000000000000", 1, 3)
-    return [Event(n, kind, body, "writer", 0.0, actor) for n, (kind, body) in enumerate(bodies, 1)]
+    return [Event(n, read_body(kind, body), "writer", 0.0, actor) for n, (kind, body) in enumerate(bodies, 1)]
 
 
 def seconds(call: Callable[[], RunState], repeats: int) -> tuple[float, RunState]:

@@ -37,11 +37,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from envscaler_airflow.backends.base import AttemptRequest, Handle
+from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.backends.kubernetes.shared_watch import close_views
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run import Handle
 
 EVERY_S = 5.0
 MOST_MS = 50.0

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.launch import Launch
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.run import OUTCOMES, NodeState, NodeStatus
+from envscaler_airflow.run import OUTCOMES, Handle, NodeState, NodeStatus
 from envscaler_airflow.run.cost import UsageInterval
 
 ResizeState = Literal["going", "done", "deferred", "infeasible"]
@@ -89,37 +89,6 @@ class AttemptRequest:
             "ENVSCALER_NODES": str(self.allocation.nodes),
             "ENVSCALER_CPUS": str(max(1, int(cpus))),
         } | self.launch.paths.env(local)
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """Identifies a started attempt, for any process that can reach it.
-
-    Attributes:
-        backend: ``local``, ``kubernetes``, ``vm``.
-        name: Unique name with the run, generation and attempt in it.
-        details: The backend's own data as JSON (host, boot id, pid, start time; uid; instance ids).
-    """
-
-    backend: str
-    name: str
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, as events and trigger arguments contain it."""
-        return {"backend": self.backend, "name": self.name, "details": dict(self.details)}
-
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Handle:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError: A field is missing.
-        """
-        try:
-            return cls(str(body["backend"]), str(body["name"]), dict(body.get("details", {})))
-        except (KeyError, TypeError) as err:
-            raise ValueError(f"handle: {err!r}") from err
 
 
 @dataclass(frozen=True, slots=True)

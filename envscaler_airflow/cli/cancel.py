@@ -5,10 +5,9 @@ from __future__ import annotations
 import getpass
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import click
 
@@ -25,6 +24,7 @@ from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Stage, StoppedError
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import Actor, RunState
+from envscaler_airflow.run.event_bodies import NewOwner, Stopped
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.run import Run
 
@@ -99,10 +99,10 @@ class _Cancel:
         """Become the owner, and stop it."""
         actor, backend = shell_actor(self.run), self._backend_of(state)
         write_owner(self.run, actor.ti_id, backend)
-        _append(self.run, "owner", {"reason": "to stop it: no owner watches it"}, actor)
+        _append(self.run, NewOwner(reason="to stop it: no owner watches it"), actor)
         if state.live is None:
-            body = {"generation": state.generation, "reason": REASON}
-            return _append(self.run, "stopped", body, actor)
+            stopped = Stopped(generation=state.generation, reason=REASON)
+            return _append(self.run, stopped, actor)
         request_stop(self.run, reason=REASON, by=getpass.getuser())
         owner = Foreground(
             self.run,
@@ -137,10 +137,10 @@ class _Cancel:
         return "asked"
 
 
-def _append(run: Run, kind: str, body: Mapping[str, Any], actor: Actor) -> RunState:
+def _append(run: Run, body: NewOwner | Stopped, actor: Actor) -> RunState:
     """Append the event at the next free number, if the run is active; return the state after it."""
     while (state := run.events.load()).status == "active":
-        if run.events.append(state.number, kind, body, actor=actor):
+        if run.events.append(state.number, body, actor=actor):
             return run.events.load()
     return state
 

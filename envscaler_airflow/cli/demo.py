@@ -25,7 +25,6 @@ from rich.text import Text
 
 import envscaler_airflow
 from envscaler_agent.protocol import Status
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
 from envscaler_airflow.cli.follow import StageStory, moves
@@ -262,7 +261,7 @@ class Demo:
         if why is None or attempt is None or attempt.handle is None:
             return
         self._lost = why
-        done = self._place.lose(Handle.from_dict(attempt.handle))
+        done = self._place.lose(attempt.handle)
         step = story.status.progress.step if story.status else None
         self._say("demo", f"{done.format(attempt=attempt.number, step=step)}: {why}")
 
@@ -394,7 +393,7 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
         lines.append("the training ended before its machine could be removed")
     for before, after in itertools.pairwise(train.attempts_of(train.generation)):
         if outcome_of(before.outcome).is_disruption:
-            kept, again = after.ended.get("start_step"), before.step
+            kept, again = after.end.start_step, before.step
             steps = f", {again - kept} steps done again" if again is not None and kept is not None else ""
             lines.append(f"attempt {before.number} was lost, attempt {after.number} went on{steps}")
     worth = _worth(run_report(train, now=stories["train"].now())["bill"], stories["train"].value_of_hour())
@@ -442,12 +441,11 @@ def _about_move(left: AttemptState, came: AttemptState) -> str:
 
 
 def _steps_per_s(attempt: AttemptState) -> float | None:
-    ended = attempt.ended
-    try:
-        seconds = ended["elapsed_s"] - ended["first_step_s"]
-        return float((ended["step"] - ended["start_step"]) / seconds) if seconds > 0 else None
-    except (KeyError, TypeError):
+    end = attempt.end
+    if end.elapsed_s is None or end.first_step_s is None or end.step is None or end.start_step is None:
         return None
+    seconds = end.elapsed_s - end.first_step_s
+    return (end.step - end.start_step) / seconds if seconds > 0 else None
 
 
 def progress_words(status: Status) -> str:

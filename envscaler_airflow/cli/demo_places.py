@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.catalog.packaged import scaled_price, shadow_offer
 from envscaler_airflow.cli.cluster import settings_of
 from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.run import Handle
 from envscaler_airflow.store.base import Store, check_store, open_store
 
 CPUS = (1, 2)

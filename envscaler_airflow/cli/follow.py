@@ -87,7 +87,7 @@ class StageStory:
     def output_json(self, output: str, file: str) -> dict[str, Any]:
         """A JSON file of one of the outputs; {} when it is not there."""
         last = self.state.current
-        uri = str((last.ended.get("outputs") or {}).get(output, "")) if last is not None else ""
+        uri = (last.end.outputs or {}).get(output, "") if last is not None else ""
         folder = uri.removeprefix(f"{self._run.url}/")
         return self._json(f"{folder}/{file}") if folder else {}
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from envscaler_agent.exit_codes import EXIT_STOPPED
-from envscaler_airflow.backends.base import Backend, Handle
+from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.follow import StageStory
 from envscaler_airflow.cli.owners import write_owner
 from envscaler_airflow.cli.progress import Voice, progress_line
@@ -35,7 +35,8 @@ from envscaler_airflow.owner.stage import (
     Waiting,
 )
 from envscaler_airflow.planning.amounts import duration_text
-from envscaler_airflow.run import Actor, RunState, outcome_of
+from envscaler_airflow.run import Actor, Handle, RunState, outcome_of
+from envscaler_airflow.run.event_bodies import Failed
 from envscaler_airflow.run.narration import printable
 from envscaler_airflow.store.keys import SHELL_DAG
 from envscaler_airflow.store.logs import read_logs
@@ -220,8 +221,8 @@ class Foreground:
             state = self.run.events.load()
             ours = self.actor.is_try_of(state.owner)
             if ours and state.status == "active" and state.current is None and state.live is None:
-                body = {"generation": state.generation, "reason": str(err), "failure": "start"}
-                self.run.events.append(state.number, "failed", body, actor=self.actor)
+                failed = Failed(generation=state.generation, reason=str(err), failure="start")
+                self.run.events.append(state.number, failed, actor=self.actor)
 
     # -- what is shown
 
@@ -269,7 +270,7 @@ class Foreground:
             why, before = missed["why"] or "the backend does not say why", self._no_room
             self._no_room = why
             last = self._story.state.current
-            is_full = last is not None and last.ended.get("failure") == "capacity"
+            is_full = last is not None and last.end.failure == "capacity"
             return "" if why == before else f"{'no capacity' if is_full else 'not started'}: {why}"
         if (begun := _ON.match(line)) is not None:
             name, before = begun["name"], self._tried
@@ -331,10 +332,10 @@ def exit_code(state: RunState) -> int:
     last = state.current
     if last is None or outcome_of(state.failure).is_final:
         return FAULT
-    code, number = last.ended.get("exit_code"), last.ended.get("signal")
-    if isinstance(number, int) and number > 0:
+    code, number = last.end.exit_code or 0, last.end.signal or 0
+    if number > 0:
         return 128 + number
-    return code if isinstance(code, int) and 0 < code < 256 else FAILED
+    return code if 0 < code < 256 else FAILED
 
 
 def _answer(run: Run, state: RunState, outputs: Mapping[str, str], code: int) -> dict[str, Any]:

@@ -343,7 +343,7 @@ class EnvSpec(Model):
         return max(1, self.resources.alternatives[0].requests.gpu_count)
 
     @property
-    def checkpoint_align(self) -> str:
+    def checkpoint_align(self) -> Literal["now", "step", "epoch"]:
         """When a move may happen: ``now``, ``step`` or ``epoch``."""
         return "step" if self.checkpoint is None else self.checkpoint.align
 

@@ -30,6 +30,7 @@ from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.operators.params import RESTART, RESTARTS
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning import STRATEGIES
+from envscaler_airflow.run.event_bodies import NewGeneration
 from envscaler_airflow.scaling.registry import check_policy
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def stage_of(
     operator: EnvStageOperator,
     context: Context,
     *,
-    begun: Callable[[], Mapping[str, Any]] | None,
+    begun: Callable[[], NewGeneration] | None,
     backend: Backend | None = None,
 ) -> Stage:
     """Return the stage as requested now; without a spec in a resumed execution, which uses the frozen one.
@@ -262,7 +263,7 @@ def _asked_anew(
     }
 
 
-def _terms(operator: EnvStageOperator, begun: Callable[[], Mapping[str, Any]] | None) -> dict[str, Any]:
+def _terms(operator: EnvStageOperator, begun: Callable[[], NewGeneration] | None) -> dict[str, Any]:
     """Return strategy, deadline and money; in a resumed execution the generation's own replace invalid ones.
 
     An edit of the DAG file does not fail a stage that trains.
@@ -275,7 +276,7 @@ def _terms(operator: EnvStageOperator, begun: Callable[[], Mapping[str, Any]] | 
             if begun is None:
                 raise
             field = "deadline_s" if name == "deadline" else name
-            kept = begun().get(field)
+            kept = getattr(begun(), field, None)
             if kept is not None:
                 terms[field] = kept
             words = f"goes on without {name}" if kept is None else f"goes on with {field}={kept}"

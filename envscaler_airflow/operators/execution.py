@@ -33,6 +33,7 @@ from envscaler_airflow.owner.stage import (
     Watching,
 )
 from envscaler_airflow.run import Actor, AttemptState, Event, RunState
+from envscaler_airflow.run.event_bodies import AttemptEnded, NewGeneration
 from envscaler_airflow.run.narration import describe, totals
 from envscaler_airflow.store import Run, RunKey, check_store
 from envscaler_airflow.store.lease import (
@@ -107,9 +108,9 @@ class Transcript:
 
     def _before(self, event: Event, state: RunState, cursors: dict[str, Cursor], log: TaskLog) -> None:
         """Write what an attempt printed before its end."""
-        if event.type != "attempt-ended":
+        if not isinstance(event.body, AttemptEnded):
             return
-        key = (event.body.get("generation"), event.body.get("attempt"))
+        key = (event.body.generation, event.body.attempt)
         for attempt in state.attempts:
             if attempt.key == key:
                 self._output(attempt, cursors, log)
@@ -200,7 +201,7 @@ class Execution:
         key = run_key(context, place.deployment(store))
         return cls(Run(store, key, snapshots=True), open_backend(compute), actor)
 
-    def begun(self) -> Mapping[str, Any]:
+    def begun(self) -> NewGeneration:
         """Return what the generation was begun with. Raises StoreError."""
         return self.run.events.load().begun
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from envscaler_agent import protocol
-from envscaler_airflow.backends.base import Handle, MendsNodes, OffersLater, RunsMixed
+from envscaler_airflow.backends.base import MendsNodes, OffersLater, RunsMixed
 from envscaler_airflow.errors import (
     BackendError,
     BudgetError,
@@ -56,6 +56,7 @@ from envscaler_airflow.run import (
     next_action,
     outcome_of,
 )
+from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.store.claims import creates_exclusively
 from envscaler_airflow.store.outputs import output_prefix
 from envscaler_airflow.store.run import RESULT
@@ -118,14 +119,12 @@ class Controller(Intending):
         log.debug("run=%s entry=%s reason=%r", self._run.prefix, entry.kind, entry.reason)
         if entry.kind == "begin":
             freeze.write(self._run, frozen)
-            return self._append(state, "generation", self._generation_body(state, frozen, entry.reason))
+            return self._append(state, self._new_generation(state, frozen, entry.reason))
         spent = facts.spent_usd(state, self._backend, now=self._run.now())
         if (fault := choose.budget_fault(self._stage, spent)) is not None:
             log.warning("%s", fault)
-        body: dict[str, Any] = {"reason": entry.reason, "spec_hash": state.spec_hash}
         if entry.respec:
             freeze.write(self._run, frozen)
-            body["spec_hash"] = frozen.spec_hash
         elif frozen.spec_hash != state.spec_hash:
             self._say_how_spec_differs(state, frozen)
         if entry.kind == "deliver" and state.delivered:
@@ -133,7 +132,8 @@ class Controller(Intending):
                 "hands over the result of generation %d again; restart='fresh' trains from the start",
                 state.generation,
             )
-        return self._append(state, "owner", body)
+        spec_hash = frozen.spec_hash if entry.respec else state.spec_hash
+        return self._append(state, bodies.NewOwner(reason=entry.reason, spec_hash=spec_hash))
 
     def _say_how_spec_differs(self, state: RunState, frozen: freeze.Frozen) -> None:
         try:
@@ -163,11 +163,11 @@ class Controller(Intending):
         self._check_owner(state := self._run.events.load())
         if state.status != "active":
             return
-        if not any(item.body.get("why") == "timeout" for item in state.pending):
-            body = {"reason": reason, "by": f"ti {self._actor.ti_id}", "why": "timeout"}
-            self._run.events.append_request("stop-requested", body, actor=None)
+        if not any(item.is_timeout for item in state.pending):
+            stop_now = bodies.StopRequested(reason=reason, by=f"ti {self._actor.ti_id}", why="timeout")
+            self._run.events.append_request(stop_now, actor=None)
         self._check_owner(state := self._run.events.load())
-        stop = next((item for item in state.pending if item.body.get("why") == "timeout"), None)
+        stop = next((item for item in state.pending if item.is_timeout), None)
         if stop is not None and state.live is not None and state.live.phase == "started":
             self._stop(state, Action("stop", why="timeout", reason=reason, request=stop))
 
@@ -247,7 +247,7 @@ class Controller(Intending):
         if not is_lost or live.handle is None or not isinstance(self._backend, MendsNodes):
             return False
         try:
-            mended = self._backend.mend(Handle.from_dict(live.handle), quiet_s=wake.quiet_s)
+            mended = self._backend.mend(live.handle, quiet_s=wake.quiet_s)
         except BackendError as err:
             log.warning("the backend cannot replace the lost nodes: %s", err)
             return False
@@ -262,26 +262,25 @@ class Controller(Intending):
             allocation = self._allocation(state, action)
             self._check_claims(allocation)
         except (SpecError, NoOfferError, BudgetError) as err:
-            self._append(state, "failed", intent.failed_body(state, err))
+            self._append(state, intent.failed(state, err))
             raise
-        attempt = len(state.attempts_of(state.generation)) + 1
-        body = {
-            "generation": state.generation,
-            "attempt": attempt,
-            "allocation": allocation.to_dict(),
-            "reason": action.reason,
-            "spec_hash": state.spec_hash,
-        }
         spec, begun = self._spec(state), state.attempts_of(state.generation)
         sizes = in_place_change.sizes_after(spec, begun[0].begun_on if begun else None, allocation)
         known = [one for one in (action.memory_bytes, sizes.memory_bytes) if one is not None]
         memory = max(known, default=None)  # what the last attempt needed, even beyond the spec's limit
         every_s = losses.checkpoint_every_s(spec, state, allocation, now=self._run.now())
-        found = {"memory_bytes": memory, "vcpus": sizes.vcpus, "checkpoint_every_s": every_s}
-        if every_s is not None:
-            found["losses_per_hour"] = losses.losses_per_hour(state, now=self._run.now())
-        body |= {name: value for name, value in found.items() if value is not None}
-        return self._append(state, "attempt-intended", body)
+        intended = bodies.AttemptIntended(
+            generation=state.generation,
+            attempt=len(begun) + 1,
+            allocation=allocation,
+            reason=action.reason,
+            spec_hash=state.spec_hash,
+            memory_bytes=memory,
+            vcpus=sizes.vcpus,
+            checkpoint_every_s=every_s,
+            losses_per_hour=None if every_s is None else losses.losses_per_hour(state, now=self._run.now()),
+        )
+        return self._append(state, intended)
 
     def _check_claims(self, allocation: Allocation) -> None:
         """Refuse several or replaced nodes on a store where two pods could both get the same claim.
@@ -331,34 +330,26 @@ class Controller(Intending):
         live, end = live_of(state), action.end
         if end is None or live.handle is None:
             raise RuntimeError("an end needs a started attempt")
+        said: dict[str, Any] = asdict(end) | report.measured(self._run, live)
+        if end.outputs is not None:
+            said["outputs"] = self._own_outputs(state, live, end.outputs, claim=end.claim or 0)
+        ended = bodies.AttemptEnded(generation=live.generation, attempt=live.number, **said)
         usage = facts.usage_of(self._backend, live)
-        body = {
-            "generation": live.generation,
-            "attempt": live.number,
-            **end.to_dict(),
-            **report.measured(self._run, live),
-        }
-        has_run = len(end.never_came) < live.allocation.nodes
+        has_run = len(end.never_came or ()) < live.allocation.nodes
         if has_run and facts.is_missing(usage, live, now=self._run.now()):
             usage = facts.least_usage(self._run, live)
-            body |= {"usage_is_least": True} if usage is not None else {}
-        if end.outputs is not None:
-            body["outputs"] = self._own_outputs(state, live, end.outputs, claim=end.claim or 0)
+            ended = replace(ended, usage_is_least=None if usage is None else True)
         if end.outcome == "not-started":
-            refused = choose.refused_by(live, end.never_came)
-            body["refused"] = [offer.name for offer in refused]
+            refused = choose.refused_by(live, end.never_came or ())
+            ended = replace(ended, refused=tuple(offer.name for offer in refused))
             if end.failure == "capacity":  # a volume that no machine reaches says nothing about stock
                 self._remember(refused, end.detail)
         else:
             self._was_had(live)
-        if usage is not None:
-            body["usage"] = [[item.node, item.start, item.end] for item in usage]
-            reported = [item.now for item in usage if item.end is None and item.now is not None]
-            body |= {"usage_at": max(reported)} if reported else {}
+        reported = [item.now for item in usage or () if item.end is None and item.now is not None]
         usd = facts.usd_of(live, usage, now=self._run.now())
-        if usd is not None:
-            body["usd"] = usd
-        return self._append(state, "attempt-ended", body)
+        usage_at = max(reported, default=None)
+        return self._append(state, replace(ended, usage=facts.billed(usage), usage_at=usage_at, usd=usd))
 
     def _own_outputs(
         self, state: RunState, live: AttemptState, said: Mapping[str, str], *, claim: int
@@ -369,10 +360,7 @@ class Controller(Intending):
         return {name: self._run.uri(folder) for name, folder in folders.items()}
 
     def _stop(self, state: RunState, action: Action) -> _Result:
-        body = self._stop_body(state, action, align="now" if action.why == "stop" else "step")
-        if action.request is not None:
-            body["request"] = action.request.number
-        after = self._append(state, "attempt-stopping", body)
+        after = self._append(state, self._stopping(state, action, "now" if action.why == "stop" else "step"))
         return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
 
     def _kill(self, state: RunState, action: Action) -> _Result:
@@ -380,7 +368,7 @@ class Controller(Intending):
         log.warning("attempt %d is killed: %s", live.number, action.reason)
         self._check_still_owner(state)
         if live.handle is not None:
-            self._backend.stop(Handle.from_dict(live.handle), grace_s=0)
+            self._backend.stop(live.handle, grace_s=0)
         return self._waiting(state, action.reason)
 
     def _judge(self, state: RunState, action: Action) -> _Result:
@@ -388,22 +376,27 @@ class Controller(Intending):
             raise RuntimeError("nothing to judge")
         live, spec = live_of(state), self._spec(state)
         verdict = validate_move.judge(self._run, state, spec, self._backend, action.request)
-        body = {"request": action.request.number, "reason": verdict.reason, "numbers": verdict.numbers}
+        answer: dict[str, Any] = {
+            "request": action.request.number,
+            "reason": verdict.reason,
+            "numbers": verdict.numbers,
+        }
         if verdict.target is None:
-            return self._append(state, "move-refused", body)
-        body |= {"target": verdict.target.to_dict()}
+            return self._append(state, bodies.MoveRefused(**answer))
         way = in_place_change.way_of(spec, live, verdict.target, self._backend)
         leaving = self._leaving(live, verdict.target)
-        if leaving:
-            body["leaving"] = [item.to_dict() for item in leaving]
         is_last = in_place_change.are_last(leaving, live, verdict.target)
         if way == "rescale" and (not is_last or self._would_begin_anew(live)):
             way = "move"  # only the last nodes can be removed without restarting the rest
+        answer |= {"generation": live.generation, "attempt": live.number}
+        answer |= {"target": verdict.target, "leaving": leaving or None}
+        if way == "next-start":
+            return self._append(state, bodies.MoveDeferred(**answer, kind=way))
         if way != "move":
-            body |= {"generation": live.generation, "attempt": live.number, "kind": way}
-            return self._append(state, "move-deferred" if way == "next-start" else "change-intended", body)
-        body = self._stop_body(state, replace(action, why="move"), align=spec.checkpoint_align) | body
-        after = self._append(state, "move-accepted", body)
+            return self._append(state, bodies.ChangeIntended(**answer, kind=way))
+        stopping = self._stopping(state, replace(action, why="move"), spec.checkpoint_align)
+        accepted = bodies.MoveAccepted(**answer, align=stopping.align, grace_s=stopping.grace_s)
+        after = self._append(state, accepted)
         return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
 
     def _go_on_changing(self, state: RunState, action: Action) -> _Result:
@@ -412,9 +405,7 @@ class Controller(Intending):
     def _refuse(self, state: RunState, action: Action) -> _Result:
         if action.request is None:
             raise RuntimeError("nothing to refuse")
-        return self._append(
-            state, "move-refused", {"request": action.request.number, "reason": action.reason}
-        )
+        return self._append(state, bodies.MoveRefused(request=action.request.number, reason=action.reason))
 
     def _wait(self, state: RunState, action: Action) -> _Result:
         if action.backoff_s:
@@ -429,20 +420,20 @@ class Controller(Intending):
         return self._waiting(state, action.reason)
 
     def _succeed(self, state: RunState, action: Action) -> _Result:
-        body = {"generation": state.generation, "outputs": action.extra.get("outputs", {})}
-        return self._append(state, "succeeded", body)
+        outputs = action.extra.get("outputs", {})
+        return self._append(state, bodies.Succeeded(generation=state.generation, outputs=outputs))
 
     def _fail(self, state: RunState, action: Action) -> _Result:
         if state.status != "failed":
-            body = {"generation": state.generation, "reason": action.reason, "failure": action.failure}
-            return self._append(state, "failed", body)
+            failed = bodies.Failed(generation=state.generation, reason=action.reason, failure=action.failure)
+            return self._append(state, failed)
         message = report.failure_message(state)
         self._write_result(state, report.run_report(state, now=self._run.now()))
         raise BudgetError(message) if state.failure == "budget" else RunFailedError(message)
 
     def _halt(self, state: RunState, action: Action) -> _Result:
         if state.status != "stopped":
-            return self._append(state, "stopped", {"generation": state.generation, "reason": action.reason})
+            return self._append(state, bodies.Stopped(generation=state.generation, reason=action.reason))
         self._write_result(state, report.run_report(state, now=self._run.now()))
         again = (
             "clear the task, or start the run again by its name, to take it up "
@@ -452,7 +443,7 @@ class Controller(Intending):
 
     def _deliver(self, state: RunState, action: Action) -> _Result:
         del action
-        after = self._append(state, "delivered", {"generation": state.generation})
+        after = self._append(state, bodies.Delivered(generation=state.generation))
         if after.number == state.number or self._actor not in after.delivered:
             return after
         body = report.run_report(after, now=self._run.now())
@@ -474,23 +465,20 @@ class Controller(Intending):
         self._check_still_owner(state)
         self._run.write(RESULT, json.dumps(whole, indent=1).encode())
 
-    def _generation_body(self, state: RunState, frozen: freeze.Frozen, reason: str) -> dict[str, Any]:
+    def _new_generation(self, state: RunState, frozen: freeze.Frozen, reason: str) -> bodies.NewGeneration:
         now = self._run.now()
         self._stage.check_deadline(now)
         stage = self._stage.since(now)
-        body = {
-            "generation": state.generation + 1,
-            "reason": reason,
-            "spec_hash": frozen.spec_hash,
-            "spec_source": stage.spec_source,
-            "strategy": stage.strategy,
-        }
-        optional = {
-            "restore_from": stage.restore_from,
-            "budget_usd": stage.budget_usd,
-            "deadline_s": stage.deadline_s,
-        }
-        return body | {name: value for name, value in optional.items() if value is not None}
+        return bodies.NewGeneration(
+            generation=state.generation + 1,
+            reason=reason,
+            spec_hash=frozen.spec_hash,
+            spec_source=stage.spec_source,
+            strategy=stage.strategy,
+            restore_from=stage.restore_from,
+            budget_usd=stage.budget_usd,
+            deadline_s=stage.deadline_s,
+        )
 
     _ACTIONS: Mapping[str, Callable[[Controller, RunState, Action], _Result]] = {
         "start": _start,

@@ -162,9 +162,9 @@ def refused_offers(state: RunState) -> frozenset[str]:
     for attempt in reversed(state.attempts_of(state.generation)):
         if attempt.outcome != "not-started":
             break
-        if attempt.ended.get("failure") == "spec":
+        if attempt.end.failure == "spec":
             continue  # no information about the offer
-        names += attempt.ended.get("refused") or [part.offer.name for part in attempt.allocation.parts]
+        names += attempt.end.refused or [part.offer.name for part in attempt.allocation.parts]
     return frozenset(names)
 
 

@@ -23,6 +23,7 @@ from envscaler_airflow.owner.stage import (
 )
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.run import Action, Actor, RunState, outcome_of
+from envscaler_airflow.run.event_bodies import StopRequested
 from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)
@@ -85,10 +86,10 @@ def _asked(run: Run, ti_id: str, try_number: int | None) -> Actor | None:
             return None
         if state.live is not None and outcome_of(state.live.stop_why).is_final:
             return owner
-        if any(request.type == "stop-requested" for request in state.pending):
+        if any(isinstance(request.body, StopRequested) for request in state.pending):
             return owner
-        body = {"reason": "its task is over", "by": f"ti {ti_id}"}
-        if run.events.append(state.number, "stop-requested", body, actor=None) is not None:
+        stop = StopRequested(reason="its task is over", by=f"ti {ti_id}")
+        if run.events.append(state.number, stop, actor=None) is not None:
             return owner
 
 

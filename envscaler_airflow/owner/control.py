@@ -6,15 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_agent.protocol import Control, Progress
-from envscaler_airflow.backends.base import Handle, MarksNodes
+from envscaler_airflow.backends.base import MarksNodes
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner import in_place_change, limits
-from envscaler_airflow.owner.in_place_change import Leaving, who_leaves
+from envscaler_airflow.owner.in_place_change import who_leaves
 from envscaler_airflow.owner.ownership import Owner, live_of
 from envscaler_airflow.owner.stage import Waiting, Watching
 from envscaler_airflow.owner.usage import spans_of
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.run import Action, AttemptState, RunState
+from envscaler_airflow.run.event_bodies import Alignment, AttemptStopping, Changed, ChangeUndone, Leaving
 
 RELEASE_AGAIN_S = 600.0
 """Between two tries to release an ended attempt while the next one runs, seconds. Chosen: some seconds of
@@ -26,19 +27,24 @@ OVERDUE_MARGIN_S = 60.0
 class Asking(Owner):
     """An owner with a running attempt."""
 
-    def _stop_body(self, state: RunState, action: Action, *, align: str) -> dict[str, Any]:
+    def _stopping(
+        self, state: RunState, action: Action, align: Alignment, target: Allocation | None = None
+    ) -> AttemptStopping:
+        """Return the request to save and stop, for *action*, with the grace that its checkpoints need."""
         live = live_of(state)
         said = self._run.status(live.key)
         if said is not None and action.why == "stalled":
             said = replace(said, progress=Progress())  # no further step is expected of it
-        return {
-            "generation": live.generation,
-            "attempt": live.number,
-            "why": action.why,
-            "reason": action.reason,
-            "align": align,
-            "grace_s": limits.grace_s(state, said),
-        }
+        return AttemptStopping(
+            generation=live.generation,
+            attempt=live.number,
+            why=action.why,
+            reason=action.reason,
+            align=align,
+            grace_s=limits.grace_s(state, said),
+            request=None if action.request is None else action.request.number,
+            target=target,
+        )
 
     def _ask_to_go(self, state: RunState) -> RunState:
         """Write the control of a stopping attempt; every execution repeats it until the attempt has ended."""
@@ -47,12 +53,12 @@ class Asking(Owner):
         control = Control(
             sequence=live.stop_number,
             action="stop" if live.stop_why == "stalled" else "leave",
-            align=str(live.stop.get("align", "step")),
+            align=live.stop_align,
             align_timeout_s=spec.checkpoint_align_timeout_s,
-            grace_s=float(live.stop.get("grace_s", limits.GRACE_S)),
-            reason=str(live.stop.get("reason", "")),
+            grace_s=live.stop_grace_s,
+            reason=live.stop_reason,
             candidates=None if before is None else before.candidates,
-            restore_from=state.begun.get("restore_from"),
+            restore_from=state.begun.restore_from,
             orphan_after_s=self._spec(state).failure.orphan_after_s,
         )
         self._check_still_owner(state)
@@ -84,7 +90,7 @@ class Asking(Owner):
         if live.handle is None or not isinstance(self._backend, MarksNodes):
             return frozenset()
         try:
-            return self._backend.removable(Handle.from_dict(live.handle))
+            return self._backend.removable(live.handle)
         except BackendError:
             return frozenset()
 
@@ -103,16 +109,23 @@ class Asking(Owner):
         reason = f"{change.reason}; {got.reason}" if got.reason else change.reason
         if got.state == "move":
             moved = replace(action, why="move", reason=reason)
-            body = self._stop_body(state, moved, align=self._spec(state).checkpoint_align)
-            after = self._append(state, "attempt-stopping", body | {"target": change.target.to_dict()})
+            body = self._stopping(state, moved, self._spec(state).checkpoint_align, change.target)
+            after = self._append(state, body)
             return self._ask_to_go(after) if after.live and after.live.phase == "stopping" else after
-        body = {"generation": live.generation, "attempt": live.number, "kind": change.kind, "reason": reason}
+        key: dict[str, Any] = {"generation": live.generation, "attempt": live.number, "kind": change.kind}
         if got.state == "undone":
-            return self._append(state, "change-undone", body)
+            return self._append(state, ChangeUndone(**key, reason=reason))
         said = self._run.status(live.key)
-        step = said.progress.step if said is not None else None
-        body |= {"target": change.target.to_dict(), **got.found} | ({} if step is None else {"step": step})
-        return self._append(state, "changed", body)
+        changed = Changed(
+            **key,
+            reason=reason,
+            target=change.target,
+            handle=got.handle,
+            vcpus=got.sizes.vcpus,
+            memory_bytes=got.sizes.memory_bytes,
+            step=None if said is None else said.progress.step,
+        )
+        return self._append(state, changed)
 
     def _waiting_for_change(self, state: RunState, got: in_place_change.ChangeResult) -> Waiting:
         live, waiting = live_of(state), self._waiting(state, got.reason)
@@ -132,14 +145,14 @@ class Asking(Owner):
         stopping = live.phase == "stopping"
         overdue = None
         if stopping:
-            align = self._spec(state).checkpoint_align_timeout_s if live.stop.get("align") == "epoch" else 0.0
-            overdue = align + float(live.stop.get("grace_s", limits.GRACE_S)) + OVERDUE_MARGIN_S
+            align = self._spec(state).checkpoint_align_timeout_s if live.stop_align == "epoch" else 0.0
+            overdue = align + live.stop_grace_s + OVERDUE_MARGIN_S
         watching = Watching(
             number=state.number,
             generation=live.generation,
             attempt=live.number,
             nodes=live.allocation.nodes,
-            handle=live.handle,
+            handle=None if live.handle is None else live.handle.to_dict(),
             stopping=stopping,
             age=f"stopping-g{live.generation}-a{live.number}" if stopping else "",
             overdue_after_s=overdue,

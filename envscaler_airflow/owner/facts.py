@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from envscaler_agent.protocol import MAX_JSON_BYTES, claim_name, status_name
-from envscaler_airflow.backends.base import AttemptStatus, Backend, Handle
+from envscaler_airflow.backends.base import AttemptStatus, Backend
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.run_watch import unless_heard
 from envscaler_airflow.owner.usage import billed_usd, cost_usd, spans_of, with_removed
 from envscaler_airflow.run import AttemptState, NodeStatus, Observed, RunState
 from envscaler_airflow.run.cost import UsageInterval
+from envscaler_airflow.run.event_bodies import Billed
 from envscaler_airflow.store.run import Run
 
 SOON_S = 60.0
@@ -34,7 +35,7 @@ def observe(
     if attempt.handle is None:
         return None
     try:
-        seen: AttemptStatus | None = unless_heard(backend.observe(Handle.from_dict(attempt.handle)), quiet_s)
+        seen: AttemptStatus | None = unless_heard(backend.observe(attempt.handle), quiet_s)
     except BackendError:
         seen = None
     known = {node.node: node for node in seen.nodes} if seen else {}
@@ -52,7 +53,7 @@ def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ..
     if attempt.handle is None:
         return ()
     try:
-        return with_removed(backend.usage(Handle.from_dict(attempt.handle)), attempt)
+        return with_removed(backend.usage(attempt.handle), attempt)
     except BackendError:
         return None
 
@@ -61,8 +62,13 @@ def may_be_held(attempt: AttemptState) -> bool:
     """Return True for an ended attempt whose machines may still run, so that its bill may still be open."""
     if attempt.is_live or not attempt.unreleased:
         return False
-    rows = attempt.ended.get("usage")
-    return not isinstance(rows, list) or any(row[2] is None for row in rows)
+    rows = attempt.end.usage
+    return rows is None or any(end is None for _, _, end in rows)
+
+
+def billed(usage: Iterable[UsageInterval] | None) -> tuple[Billed, ...] | None:
+    """Return *usage* as events have it."""
+    return None if usage is None else tuple((item.node, item.start, item.end) for item in usage)
 
 
 def is_missing(usage: tuple[UsageInterval, ...] | None, attempt: AttemptState, *, now: float) -> bool:
@@ -114,10 +120,7 @@ def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
     """
     total = 0.0
     for attempt in state.attempts_of(state.generation):
-        usd = attempt.ended.get("usd")
-        part = float(usd) if isinstance(usd, int | float) else None
-        if attempt.ended.get("usage_is_least"):
-            part = None
+        part = None if attempt.end.usage_is_least else attempt.end.usd
         if attempt.is_live or may_be_held(attempt):
             part = usd_of(attempt, usage_of(backend, attempt), now=now)
         if part is None:
@@ -142,8 +145,7 @@ def move_pauses_s(state: RunState) -> list[float]:
     for before, after in pairwise(state.attempts_of(state.generation)):
         if before.stop_why != "move" or before.stopping_at is None or after.started_at is None:
             continue
-        first = [after.ended.get(name) for name in ("setup_s", "first_step_s")]
-        known = sum(part for part in first if isinstance(part, int | float))
+        known = (after.end.setup_s or 0.0) + (after.end.first_step_s or 0.0)
         pauses.append(max(0.0, after.started_at - before.stopping_at) + known)
     return pauses
 

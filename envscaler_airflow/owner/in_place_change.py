@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from envscaler_airflow.backends.base import Backend, Handle, RescalesInPlace, ResizesInPlace
+from envscaler_airflow.backends.base import Backend, RescalesInPlace, ResizesInPlace
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.owner.choose import least_memory_bytes
 from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.planning.record import Record
-from envscaler_airflow.run import AttemptState, Change
+from envscaler_airflow.run import AttemptState, Change, Handle
+from envscaler_airflow.run.event_bodies import Leaving
 from envscaler_airflow.scaling import all_policies
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving(Record):
-    """A node to remove, and why it was selected."""
-
-    node: int
-    reason: str
 
 
 def who_leaves(
@@ -162,13 +154,13 @@ class ChangeResult:
         state: See above.
         reason: For the event.
         handle: The attempt's new handle; None: unchanged.
-        found: Fields of the ``changed`` event.
+        sizes: The new ones after a resize.
     """
 
     state: Literal["done", "going", "undone", "move"]
     reason: str = ""
     handle: Handle | None = None
-    found: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Sizes = Sizes()
 
 
 def carry_out(
@@ -181,10 +173,9 @@ def carry_out(
     """
     if live.handle is None:
         raise RuntimeError("only a started attempt can be changed")
-    handle = Handle.from_dict(live.handle)
     if change.kind == "resize":
-        return _resize(backend, handle, sizes, is_overdue=is_overdue)
-    return _rescale(backend, handle, live, change, is_overdue=is_overdue)
+        return _resize(backend, live.handle, sizes, is_overdue=is_overdue)
+    return _rescale(backend, live.handle, live, change, is_overdue=is_overdue)
 
 
 def _resize(backend: Backend, handle: Handle, sizes: Sizes, *, is_overdue: bool) -> ChangeResult:
@@ -197,8 +188,7 @@ def _resize(backend: Backend, handle: Handle, sizes: Sizes, *, is_overdue: bool)
             raise
         return ChangeResult("move", f"not in place: {err}")
     if state == "done":
-        found = {"vcpus": sizes.vcpus, "memory_bytes": sizes.memory_bytes}
-        return ChangeResult("done", found={name: value for name, value in found.items() if value is not None})
+        return ChangeResult("done", sizes=sizes)
     if state == "going" and not is_overdue:
         return ChangeResult("going", "the machine is being resized")
     why = f"it is not done within {CHANGE_S:.0f} s" if state == "going" else f"in place it is {state}"
@@ -226,7 +216,7 @@ def _rescale(
     if missing is not None:
         return _undo(backend, handle, live, missing)
     if all(one.state == "running" for one in seen):
-        return ChangeResult("done", handle=found, found={"handle": found.to_dict()})
+        return ChangeResult("done", handle=found)
     return ChangeResult("going", f"{nodes} nodes are awaited", handle=found)
 
 

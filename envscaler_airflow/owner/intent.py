@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from envscaler_agent.protocol import Control, control_name, parse_checkpoint_name
-from envscaler_airflow.backends.base import AttemptRequest, Handle
+from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.errors import (
     BackendError,
     BudgetError,
@@ -22,7 +21,8 @@ from envscaler_airflow.owner.observe import START_S
 from envscaler_airflow.owner.ownership import live_of
 from envscaler_airflow.owner.release import Releasing
 from envscaler_airflow.planning import Offer
-from envscaler_airflow.run import Action, AttemptState, RunState
+from envscaler_airflow.run import Action, AttemptState, Handle, RunState
+from envscaler_airflow.run.event_bodies import AttemptEnded, AttemptStarted, Failed
 from envscaler_airflow.scaling import StartFacts, all_policies, policy_of
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_control
@@ -88,9 +88,9 @@ _NOT_STARTED: dict[type[EnvScalerError], str] = {CapacityError: "capacity", Spec
 """Class of the failure; ``backend`` for all other errors, after which another offer may work."""
 
 
-def failed_body(state: RunState, err: SpecError | NoOfferError | BudgetError) -> dict[str, Any]:
-    """Return the body of the ``failed`` event of a run for which no attempt can be chosen."""
-    return {"generation": state.generation, "reason": str(err), "failure": _UNCHOSEN[type(err)]}
+def failed(state: RunState, err: SpecError | NoOfferError | BudgetError) -> Failed:
+    """Return the event of a run for which no attempt can be chosen."""
+    return Failed(generation=state.generation, reason=str(err), failure=_UNCHOSEN[type(err)])
 
 
 class Intending(Releasing):
@@ -126,11 +126,11 @@ class Intending(Releasing):
         found = self._found(state, live)
         if found is not None:
             return self._started(state, live, found)
-        body = {"outcome": "stopped", "detail": action.reason, "usage": [], "usd": 0.0}
-        return self._append(state, "attempt-ended", _key(live) | body)
+        return self._append(state, _unbilled_end(live, "stopped", action.reason))
 
     def _started(self, state: RunState, live: AttemptState, handle: Handle) -> RunState:
-        return self._append(state, "attempt-started", _key(live) | {"handle": handle.to_dict()})
+        started = AttemptStarted(generation=live.generation, attempt=live.number, handle=handle)
+        return self._append(state, started)
 
     def _found(self, state: RunState, live: AttemptState) -> Handle | None:
         """Return what an earlier execution started for the attempt without recording it."""
@@ -148,7 +148,7 @@ class Intending(Releasing):
             grace_s=limits.grace_s(state),
             deadline_s=self._machine_deadline_s(state, live),
         )
-        return replace(request, restore_from=state.begun.get("restore_from"))
+        return replace(request, restore_from=state.begun.restore_from)
 
     def _prepare(self, state: RunState, live: AttemptState) -> None:
         """Build the table that the sensor's policy looks up: a triggerer must not compute for long."""
@@ -182,7 +182,7 @@ class Intending(Releasing):
         """Fence older attempts, then list what this one may resume from; a later execution lists again."""
         control = Control(
             action="run",
-            restore_from=state.begun.get("restore_from"),
+            restore_from=state.begun.restore_from,
             orphan_after_s=self._spec(state).failure.orphan_after_s,
             grace_s=limits.grace_s(state),
             checkpoint_every_s=live.checkpoint_every_s,
@@ -195,14 +195,22 @@ class Intending(Releasing):
     def _not_started(self, state: RunState, live: AttemptState, err: EnvScalerError) -> RunState:
         if isinstance(err, CapacityError):  # for other runs on this store; says nothing about a full machine
             self._remember(choose.refused_by(live, ()), str(err))
-        body: dict[str, Any] = {"outcome": "not-started", "failure": _NOT_STARTED.get(type(err), "backend")}
-        body |= {"detail": str(err), "usage": [], "usd": 0.0}
-        return self._append(state, "attempt-ended", _key(live) | body)
+        failure = _NOT_STARTED.get(type(err), "backend")
+        return self._append(state, _unbilled_end(live, "not-started", str(err), failure))
 
     def _remember(self, offers: Iterable[Offer], said: str) -> None:
         for offer in offers:
             remember(self._run.store, offer, "", said, now=self._run.now())
 
 
-def _key(live: AttemptState) -> dict[str, Any]:
-    return {"generation": live.generation, "attempt": live.number}
+def _unbilled_end(live: AttemptState, outcome: str, detail: str, failure: str | None = None) -> AttemptEnded:
+    """Return the end of an attempt for which no machine was started."""
+    return AttemptEnded(
+        generation=live.generation,
+        attempt=live.number,
+        outcome=outcome,
+        failure=failure,
+        detail=detail,
+        usage=(),
+        usd=0.0,
+    )

@@ -50,7 +50,7 @@ def measured_s(state: RunState, said: Status | None = None) -> float | None:
     measured = None if said is None else said.checkpoint_s
     for attempt in reversed(state.attempts_of(state.generation)):
         if measured is None:
-            measured = checkpoint_s_of(attempt.ended.get("checkpoint_s"))
+            measured = attempt.end.checkpoint_s
     return measured
 
 
@@ -77,11 +77,6 @@ def reserve_usd(
     billed = [tariffs().get(one.offer.cloud, UNKNOWN_TARIFF).billing for one in allocation.parts]
     least_s = max((max(one.minimum_s, one.unit_s) for one in billed if one is not None), default=0.0)
     return price * (check_s + measured + LEAVE_STEPS * step_s + DRAIN_S + least_s) / 3600.0
-
-
-def checkpoint_s_of(value: object) -> float | None:
-    """Return the seconds in an event's field; None if it contains none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def machine_deadline_s(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.run import AttemptState, RunState, outcome_of
+from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.scaling.deadline import Hazard
 from envscaler_airflow.scaling.deadline.risk import age_bin
 from envscaler_airflow.scaling.interval import price_aware_interval_s
@@ -43,15 +44,12 @@ def interruptions(offers: Iterable[Offer], per_hour: float) -> dict[str, float]:
     return {offer.name: per_hour for offer in offers if offer.capacity_type == "spot"}
 
 
-def save_s_of(ended: Mapping[str, object]) -> float | None:
+def save_s_of(end: AttemptEnded) -> float | None:
     """Seconds of training lost to one checkpoint, as an ended attempt reported; None if it did not.
 
     If only the time of the last checkpoint is known, that time, including its upload.
     """
-    total, count, last = (ended.get(name) for name in ("save_s", "checkpoints", "checkpoint_s"))
-    if isinstance(total, int | float) and isinstance(count, int) and count > 0:
-        return float(total) / count
-    return float(last) if isinstance(last, int | float) else None
+    return end.save_s / end.checkpoints if end.save_s is not None and end.checkpoints else end.checkpoint_s
 
 
 def checkpoint_every_s(spec: EnvSpec, state: RunState, allocation: Allocation, *, now: float) -> float | None:
@@ -64,7 +62,7 @@ def checkpoint_every_s(spec: EnvSpec, state: RunState, allocation: Allocation, *
     every = spec.checkpoint.every.seconds if spec.checkpoint is not None else None
     spot = [part for part in allocation.parts if part.offer.capacity_type == "spot"]
     earlier = state.attempts_of(state.generation)
-    costs = [cost for attempt in reversed(earlier) if (cost := save_s_of(attempt.ended)) is not None]
+    costs = [cost for attempt in reversed(earlier) if (cost := save_s_of(attempt.end)) is not None]
     if every is None or not spot or not costs:
         return None
     price = spot[0].offer.usd_per_hour

@@ -12,7 +12,7 @@ from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.owner import facts, losses
+from envscaler_airflow.owner import facts, limits, losses
 from envscaler_airflow.owner.limits import CHECKPOINT_S
 from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
@@ -196,7 +196,7 @@ class ScalingWatcher:
             samples=self._samples,
             unknown=self._unknown,
             spent_usd=facts.spent_usd(state, self._backend, now=now),
-            budget_usd=_number(state.begun.get("budget_usd")),
+            budget_usd=state.begun.budget_usd,
             deadline_table=self._table,
             deadline_left_s=self._deadline_left_s(state),
             since_move_s=now_s - mine.since_s if has_moved else None,
@@ -389,7 +389,7 @@ class ScalingWatcher:
         )
 
     def _deadline_left_s(self, state: RunState) -> float | None:
-        deadline_s = _number(state.begun.get("deadline_s"))
+        deadline_s = state.begun.deadline_s
         if deadline_s is None or state.begun_at is None:
             return None
         return deadline_s - (self._run.now() - state.begun_at)
@@ -435,9 +435,8 @@ def _interruptions(state: RunState, places: Iterable[Allocation], *, now: float)
 
 def _checkpoint_s(state: RunState, head: Status | None) -> float:
     """Return what this attempt measured, or the last one that measured it did, or :data:`CHECKPOINT_S`."""
-    told = [attempt.ended.get("checkpoint_s") for attempt in reversed(state.attempts_of(state.generation))]
-    said = (head.checkpoint_s if head else None, *told)
-    return next((float(value) for value in said if isinstance(value, int | float)), CHECKPOINT_S)
+    measured = limits.measured_s(state, head)
+    return CHECKPOINT_S if measured is None else measured
 
 
 def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:
@@ -472,9 +471,5 @@ def _pending(state: RunState, live: AttemptState) -> str | None:
     if live.change is not None:
         return f"attempt {live.number} is being changed to {live.change.target.name}"
     for request in state.pending:
-        return f"request {request.number} ({request.type}) has no answer yet"
+        return f"request {request.number} ({request.body.type}) has no answer yet"
     return None
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None

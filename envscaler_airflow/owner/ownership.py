@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.envspec import EnvSpec
@@ -13,6 +11,7 @@ from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.sanitize import shortened
 from envscaler_airflow.owner.stage import Stage, SupersededError
 from envscaler_airflow.run import Actor, AttemptState, RunState, fold
+from envscaler_airflow.run.event_bodies import KnownBody
 from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)
@@ -53,11 +52,11 @@ class Owner:
 
     # -- events
 
-    def _append(self, state: RunState, kind: str, body: Mapping[str, Any]) -> RunState:
+    def _append(self, state: RunState, body: KnownBody) -> RunState:
         """Return the state after the event, or after the event that another writer put at its number."""
-        event = self._run.events.append(state.number, kind, shortened(body), actor=self._actor)
+        event = self._run.events.append(state.number, shortened(body), actor=self._actor)
         if event is not None:
-            log.debug("run=%s event=%d type=%s", self._run.prefix, event.number, kind)
+            log.debug("run=%s event=%d type=%s", self._run.prefix, event.number, body.type)
             return fold([event], state)
         return fold(self._run.events.read(after=state.number), state)
 

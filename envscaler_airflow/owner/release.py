@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import replace
 
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.control import Asking
 from envscaler_airflow.owner.stage import Waiting, Watching
-from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run import AttemptState, Handle, RunState
+from envscaler_airflow.run.event_bodies import AttemptReleased, ReleaseFailed
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,10 @@ class Releasing(Asking):
                 continue
             if key not in self._tried and (attempt.unreleased or is_last):
                 self._tried.add(key)
-                return self._released(self._release(state, attempt, Handle.from_dict(attempt.handle)))
+                return self._released(self._release(state, attempt, attempt.handle))
         return state
 
     def _release(self, state: RunState, attempt: AttemptState, handle: Handle) -> RunState:
-        key = {"generation": attempt.generation, "attempt": attempt.number}
         try:
             why = self._why_held(attempt, handle)
             if not why:
@@ -49,13 +48,12 @@ class Releasing(Asking):
             if err.transient:
                 self._holding[attempt.generation, attempt.number] = why
         if not why:
-            return (
-                self._append(state, "attempt-released", key | self._bill(attempt))
-                if attempt.unreleased
-                else state
-            )
+            return self._append(state, self._bill(attempt)) if attempt.unreleased else state
         log.warning("attempt %d is not released, and is tried again: %s", attempt.number, why)
-        return state if attempt.unreleased else self._append(state, "release-failed", key | {"detail": why})
+        if attempt.unreleased:
+            return state
+        failed = ReleaseFailed(generation=attempt.generation, attempt=attempt.number, detail=why)
+        return self._append(state, failed)
 
     def _why_held(self, attempt: AttemptState, handle: Handle) -> str:
         """Return why the machines of an ended attempt are not released yet; "" if nothing of it runs.
@@ -72,14 +70,14 @@ class Releasing(Asking):
         is_unseen = attempt.outcome == "lost" and any(one.state == "unknown" for one in nodes)
         return "whether it still runs is unknown" if is_unseen else ""
 
-    def _bill(self, attempt: AttemptState) -> dict[str, Any]:
-        """Return the backend's last bill of the attempt, if the bill at its end was incomplete."""
+    def _bill(self, attempt: AttemptState) -> AttemptReleased:
+        """Return the event with the backend's last bill, if the bill at the attempt's end was incomplete."""
+        released = AttemptReleased(generation=attempt.generation, attempt=attempt.number)
         if not facts.may_be_held(attempt):
-            return {}
+            return released
         usage, now = facts.usage_of(self._backend, attempt), self._run.now()
         usd = facts.usd_of(attempt, usage, now=now)
-        found: dict[str, Any] = {} if usage is None else {"usage": [[u.node, u.start, u.end] for u in usage]}
-        return found if usd is None else found | {"usd": usd}
+        return replace(released, usage=facts.billed(usage), usd=usd)
 
     def _until_released(self, state: RunState) -> Waiting | None:
         """Return a short wait while machines of an ended run must still be released; None otherwise."""

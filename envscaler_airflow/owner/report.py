@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from envscaler_airflow.store.run import Run
 
 
 def measured(run: Run, attempt: AttemptState) -> dict[str, Any]:
-    """Return the times and counts that node 0 last reported: fields of the ``attempt-ended`` event.
+    """Return the times and counts that node 0 last reported: fields of :class:`AttemptEnded`.
 
     Raises:
         StoreError: The store cannot be read.
@@ -31,7 +31,7 @@ def measured(run: Run, attempt: AttemptState) -> dict[str, Any]:
         "checkpoint_s": status.checkpoint_s,
         "checkpoints": status.checkpoints,
         "restored_from": status.restored_from,
-        "rejected": list(status.rejected) or None,
+        "rejected": status.rejected or None,
         "cpu_seconds": status.cpu_seconds,
         "elapsed_s": progress.elapsed_s,
         "first_step_s": progress.first_step_s,
@@ -75,7 +75,7 @@ def run_bill(state: RunState, *, now: float) -> Bill:
     ]
     came = [attempt for attempt in attempts if attempt.outcome != "not-started"]
     pauses = [_pause(before, after) for before, after in pairwise(came)]
-    totals = [_integer(attempt.ended, "total_steps") for attempt in attempts]
+    totals = [attempt.end.total_steps for attempt in attempts]
     known = [total for total in totals if total is not None]
     total = None if not known or _made_steps(state, uses) else known[-1]
     made = bill(uses, now=now, tariffs=tariffs(), pauses=pauses, total_steps=total)
@@ -113,7 +113,8 @@ def _described(attempt: AttemptState) -> dict[str, Any]:
         "rejected",
         "repeated_samples",
     )
-    described = {key: attempt.ended[key] for key in keys if key in attempt.ended}
+    end = {} if attempt.ended is None else attempt.ended.to_dict()
+    described = {key: end[key] for key in keys if key in end}
     return {
         "attempt": attempt.number,
         "allocation": attempt.allocation.name,
@@ -126,7 +127,7 @@ def _described(attempt: AttemptState) -> dict[str, Any]:
 def failure_message(state: RunState) -> str:
     """Why the run failed, with the exit code, its meaning, and the last lines of its output."""
     last = state.current
-    lines: Sequence[str] = last.ended.get("last_lines", ()) if last else ()
+    lines = (last.end.last_lines or ()) if last else ()
     head, row = f"the stage failed: {state.reason}", outcome_of(state.failure)
     if row.severity:
         head += f"\n{row.name}: {row.text}"
@@ -138,9 +139,9 @@ def failure_message(state: RunState) -> str:
 
 def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
     """Return one use, plus one for each change in place, which loses no steps and starts nothing."""
-    ended, held, spans = attempt.ended, _held(attempt), spans_of(attempt)
+    held, spans = _held(attempt), spans_of(attempt)
     provisioning = _provisioning_s(attempt)
-    steps = [_integer(ended, "start_step"), *(span.step for span in spans[1:])]
+    steps = [attempt.end.start_step, *(span.step for span in spans[1:])]
     whole = Use(
         generation=attempt.generation,
         attempt=attempt.number,
@@ -152,8 +153,8 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
         first_step=steps[-1],
         last_step=attempt.step,
         kept_step=attempt.step if attempt.outcome == "succeeded" else kept_step,
-        repeated_steps=_integer(attempt.ended, "repeated_steps") or 0,
-        is_least=attempt.ended.get("usage_is_least") is True,
+        repeated_steps=attempt.end.repeated_steps or 0,
+        is_least=attempt.end.usage_is_least is True,
     )
     if len(spans) == 1 or held is None:
         return [whole]
@@ -197,16 +198,15 @@ def why_ended(attempt: AttemptState) -> str:
 def _held(attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
     if attempt.is_live and attempt.started_at is not None:
         return tuple(UsageInterval(node, attempt.started_at) for node in range(attempt.allocation.nodes))
-    rows = attempt.ended.get("usage")
-    if not isinstance(rows, list):
+    rows, at, ended_at = attempt.end.usage, attempt.end.usage_at, attempt.ended_at
+    if rows is None:
         return None
-    at, ended_at = attempt.ended.get("usage_at"), attempt.ended_at
     off_s = 0.0 if at is None or ended_at is None else ended_at - at
     # Intervals that were open then are billed up to the run's current time, or to the release.
     return tuple(
-        UsageInterval(int(node), max(0.0, start + off_s), attempt.released_at)
+        UsageInterval(node, max(0.0, start + off_s), attempt.released_at)
         if end is None
-        else UsageInterval(int(node), float(start), float(end))
+        else UsageInterval(node, start, end)
         for node, start, end in rows
     )
 
@@ -218,27 +218,27 @@ def _next_start(attempts: Sequence[AttemptState], index: int) -> int | None:
     """
     came = (one for one in attempts[index + 1 :] if one.outcome != "not-started")
     after = next(came, None)
-    return attempts[index].checkpoint_step if after is None else _integer(after.ended, "start_step")
+    return attempts[index].checkpoint_step if after is None else after.end.start_step
 
 
 def _provisioning_s(attempt: AttemptState) -> float | None:
     """Billed time before the first step, seconds; an attempt without a step provisioned until its end."""
-    setup, first = _number(attempt.ended, "setup_s"), _number(attempt.ended, "first_step_s")
+    setup, first = attempt.end.setup_s, attempt.end.first_step_s
     return None if setup is None or first is None else setup + first
 
 
 def _idle_s(
     attempt: AttemptState, held: tuple[UsageInterval, ...] | None, provisioning: float | None
 ) -> float | None:
-    elapsed, first = _number(attempt.ended, "elapsed_s"), _number(attempt.ended, "first_step_s")
+    elapsed, first = attempt.end.elapsed_s, attempt.end.first_step_s
     mine = [one for one in held or () if one.node == 0]
     ends = [one.end for one in mine if one.end is not None]
     if not mine or len(ends) < len(mine) or provisioning is None or elapsed is None or first is None:
         return None
-    saving = _number(attempt.ended, "save_s")
+    saving = attempt.end.save_s
     if saving is None and attempt.checkpoint_step is not None:
         return None  # it saved, and no process reported for how long
-    trained = elapsed - first - (saving or 0.0) + (_number(attempt.ended, "earlier_s") or 0.0)
+    trained = elapsed - first - (saving or 0.0) + (attempt.end.earlier_s or 0.0)
     whole = sum(ends) - sum(one.start for one in mine)
     return max(0.0, whole - provisioning - max(0.0, trained))
 
@@ -247,12 +247,12 @@ def _pause(before: AttemptState, after: AttemptState) -> Pause:
     left, came = _held(before), _held(after)
     came_at = came[0].start if came else None
     parts = {
-        "checkpoint": _number(before.ended, "checkpoint_s") if before.outcome == "left" else None,
+        "checkpoint": before.end.checkpoint_s if before.outcome == "left" else None,
         "noticed": _between(left[0].end if left else None, before.ended_at),
         "waited": _between(before.ended_at, after.intended_at),
         "start": _between(after.intended_at, came_at),
-        "setup": _number(after.ended, "setup_s"),
-        "first_step": _number(after.ended, "first_step_s"),
+        "setup": after.end.setup_s,
+        "first_step": after.end.first_step_s,
     }
     return Pause(
         before=before.number,
@@ -273,17 +273,7 @@ def _pause_s(
 ) -> float | None:
     """Seconds from the last step seen before the pause to the first one after it."""
     provisioning = _provisioning_s(after)
-    setup, elapsed = _number(before.ended, "setup_s"), _number(before.ended, "elapsed_s")
+    setup, elapsed = before.end.setup_s, before.end.elapsed_s
     if not left or came_at is None or provisioning is None or setup is None or elapsed is None:
         return None
     return max(0.0, came_at + provisioning - (left[0].start + setup + elapsed))
-
-
-def _number(body: Mapping[str, Any], name: str) -> float | None:
-    value = body.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _integer(body: Mapping[str, Any], name: str) -> int | None:
-    value = body.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

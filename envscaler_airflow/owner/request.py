@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_agent.protocol import Control
-from envscaler_airflow.backends.base import Backend, Handle
+from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.owner import limits
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, AttemptState, Event, RunState
+from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, AttemptState, Event, Handle, RunState
+from envscaler_airflow.run.event_bodies import Accepted, MoveRequested, StopRequested
 from envscaler_airflow.store.run import Run
 
 
@@ -25,7 +26,7 @@ def request_stop(run: Run, *, reason: str, by: str) -> Event:
     Raises:
         StoreError: The store cannot be written.
     """
-    return run.events.append_request("stop-requested", {"reason": reason, "by": by}, actor=None)
+    return run.events.append_request(StopRequested(reason=reason, by=by), actor=None)
 
 
 def request_move(
@@ -45,9 +46,8 @@ def request_move(
         because: ``reason``, ``numbers`` and ``check`` of the decision, JSON. If they are very long, only what
             the owner needs; the rest is in ``decisions/``.
     """
-    short = _shortened(because, target)
-    body = {**short, "target": target.to_dict(), "from_attempt": list(from_attempt)}
-    return run.events.append_request("move-requested", body, actor=None)
+    move = MoveRequested(**_shortened(because, target), target=target, from_attempt=from_attempt)
+    return run.events.append_request(move, actor=None)
 
 
 def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, Any]:
@@ -84,13 +84,13 @@ def kill_quietly(
     Raises:
         StoreError: The store cannot be read or written; the lease ends the attempt then.
     """
-    body = {"reason": reason, "by": f"ti {ti_id}"}
+    stop = StopRequested(reason=reason, by=f"ti {ti_id}")
     while True:
         state = run.events.load()
         live = state.live
         if state.status != "active" or not owns(state.owner, ti_id, try_number):
             return False
-        event = run.events.append(state.number, "stop-requested", body, actor=None)
+        event = run.events.append(state.number, stop, actor=None)
         if event is not None:
             break  # otherwise the number was taken, perhaps by a new owner: read again
     if live is None:
@@ -106,7 +106,7 @@ def kill_quietly(
     )
     run.write_control(live.key, control)
     if live.handle is not None:
-        _stop_gracefully(backend, Handle.from_dict(live.handle), grace_s=grace_s)
+        _stop_gracefully(backend, live.handle, grace_s=grace_s)
     return True
 
 
@@ -129,7 +129,7 @@ def accept_delivery(run: Run, actor: Actor) -> bool:
         state = run.events.load()
         if state.accepted or not actor.is_try_of(state.owner) or not state.delivered:
             return state.accepted
-        run.events.append(state.number, "accepted", {"generation": state.generation}, actor=actor)
+        run.events.append(state.number, Accepted(generation=state.generation), actor=actor)
 
 
 def _grace_s(run: Run, state: RunState, live: AttemptState) -> float:

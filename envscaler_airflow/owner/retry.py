@@ -60,7 +60,7 @@ def watched_now(state: RunState, actor: Actor) -> Watching | None:
         generation=live.generation,
         attempt=live.number,
         nodes=live.allocation.nodes,
-        handle=live.handle,
+        handle=None if live.handle is None else live.handle.to_dict(),
         stopping=live.phase == "stopping",
         started_at=live.started_at,
     )

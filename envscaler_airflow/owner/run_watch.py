@@ -7,24 +7,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from envscaler_agent.protocol import Status
-from envscaler_airflow.backends.base import (
-    QUIET_S,
-    SILENT,
-    AttemptStatus,
-    Backend,
-    Handle,
-    ResizesInPlace,
-)
+from envscaler_airflow.backends.base import QUIET_S, SILENT, AttemptStatus, Backend, ResizesInPlace
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.limits import BUDGET_EVERY_S, reserve_usd
 from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.owner.usage import Span, billed_usd
-from envscaler_airflow.run import Event, NodeStatus, outcome_of
+from envscaler_airflow.run import Event, Handle, NodeStatus, outcome_of
 from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.ends import LOST_AFTER_S
+from envscaler_airflow.run.event_bodies import (
+    AttemptIntended,
+    Failed,
+    NewGeneration,
+    NewOwner,
+    RequestBody,
+    Stopped,
+    Succeeded,
+)
 from envscaler_airflow.store.run import Run
 
-REQUESTS = frozenset({"move-requested", "stop-requested"})
 AGAIN_S = 60.0
 """Seconds before a wake-up is repeated for a reason on which the owner took no action. Chosen: an execution
 takes some seconds of a worker, and a kubelet has long answered by then."""
@@ -176,19 +177,20 @@ class AttemptWatcher:
     def _new_events(self) -> Wake | None:
         for event in self._run.events.read(after=self._number):
             self._number = event.number
-            if event.type in REQUESTS:
+            if isinstance(event.body, RequestBody):
                 return Wake("request", detail=event.type)
             if self._is_newer(event):
                 return Wake("superseded", detail=f"event {event.number}: {event.type}")
         return None
 
     def _is_newer(self, event: Event) -> bool:
-        if event.type in ("generation", "succeeded", "failed", "stopped", "owner"):
-            return True
-        if event.type != "attempt-intended":
-            return False
-        key = (event.body.get("generation"), event.body.get("attempt"))
-        return key != (self._watching.generation, self._watching.attempt)
+        match event.body:
+            case NewGeneration() | NewOwner() | Succeeded() | Failed() | Stopped():
+                return True
+            case AttemptIntended(generation=generation, attempt=attempt):
+                return (generation, attempt) != (self._watching.generation, self._watching.attempt)
+            case _:
+                return False
 
     def _attempt(self, handle: Handle) -> list[Wake]:
         """Return every reason for which the owner may be needed now, the most urgent first."""
@@ -275,9 +277,7 @@ class AttemptWatcher:
         except BackendError:
             nodes = range(watching.nodes)
             intervals = tuple(UsageInterval(node, at - (now - self._began), at) for node in nodes)  # at least
-        usd = billed_usd(
-            self._spans, intervals, started_at=watching.started_at, handle=watching.handle, now=at
-        )
+        usd = billed_usd(self._spans, intervals, started_at=watching.started_at, handle=handle, now=at)
         more = reserve_usd(
             self._spans[-1].allocation,
             check_s=self._check_s,

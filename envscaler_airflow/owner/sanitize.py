@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
+
+from envscaler_airflow.run.event_bodies import KnownBody
 
 TEXT_BYTES = 4096
 """Longest text kept in an event, bytes of JSON. Chosen: a detail is one line."""
@@ -14,22 +16,22 @@ LINES_BYTES = 1 << 17
 """Most last lines kept in an event, bytes of JSON. Chosen: half of the largest event."""
 
 
-def shortened(body: Mapping[str, Any]) -> dict[str, Any]:
+def shortened(body: KnownBody) -> KnownBody:
     """Return an event's *body* with texts, lists of texts and last lines cut, so that it always fits."""
-    return {name: _short(name, value) for name, value in body.items()}
+    return replace(body, **{item.name: _short(item.name, getattr(body, item.name)) for item in fields(body)})
 
 
 def _short(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return _cut(value, TEXT_BYTES)
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+    if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
         return value
     if name == "last_lines":
         return _newest(value)
-    return [_cut(item, TEXT_BYTES // 4) for item in value[:ITEMS]]
+    return tuple(_cut(item, TEXT_BYTES // 4) for item in value[:ITEMS])
 
 
-def _newest(lines: list[str] | tuple[str, ...]) -> list[str]:
+def _newest(lines: tuple[str, ...]) -> tuple[str, ...]:
     """Return the last of *lines* that fit; if not even one does, its beginning."""
     kept: list[str] = []
     room = LINES_BYTES
@@ -38,7 +40,7 @@ def _newest(lines: list[str] | tuple[str, ...]) -> list[str]:
         if room < 0:
             break
         kept.append(line)
-    return kept[::-1] if kept or not lines else [_cut(lines[-1], LINES_BYTES)]
+    return tuple(kept[::-1]) if kept or not lines else (_cut(lines[-1], LINES_BYTES),)
 
 
 def _cut(text: str, most: int) -> str:

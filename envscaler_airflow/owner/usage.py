@@ -6,14 +6,13 @@ Pure except for the clouds' billing rules.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.record import Record
-from envscaler_airflow.run import AttemptState
+from envscaler_airflow.run import AttemptState, Handle
 from envscaler_airflow.run.cost import UsageInterval, Use, spent_usd
 
 _APART_S = 600.0
@@ -47,13 +46,13 @@ def spans_of(attempt: AttemptState) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def made_at(handle: Mapping[str, Any] | None) -> float | None:
+def made_at(handle: Handle | None) -> float | None:
     """When an attempt was created, by the clock of its usage; None if its handle does not report it.
 
     A node may start hours later: from a queue, or on a machine that is added. This time aligns the two
     clocks, and the wait is not billed.
     """
-    text = ((handle or {}).get("details") or {}).get("created")
+    text = None if handle is None else handle.details.get("created")
     try:
         at = dt.datetime.fromisoformat(str(text))
     except ValueError:
@@ -61,7 +60,7 @@ def made_at(handle: Mapping[str, Any] | None) -> float | None:
     return at.timestamp() if at.tzinfo is not None else None
 
 
-def begun_at(intervals: Iterable[UsageInterval], handle: Mapping[str, Any] | None) -> float:
+def begun_at(intervals: Iterable[UsageInterval], handle: Handle | None) -> float:
     """Provider's time that matches the owner's time of the start: its creation, or its first node's start."""
     first, made = min(item.start for item in intervals), made_at(handle)
     return first if made is None else min(made, first)
@@ -71,7 +70,7 @@ def until_now(
     intervals: Iterable[UsageInterval],
     *,
     started_at: float | None,
-    handle: Mapping[str, Any] | None,
+    handle: Handle | None,
     now: float,
 ) -> tuple[UsageInterval, ...]:
     """Return *intervals* with the open ones ended at the provider's own now: the same clock as their start.
@@ -164,7 +163,7 @@ def billed_usd(
     intervals: Iterable[UsageInterval],
     *,
     started_at: float | None,
-    handle: Mapping[str, Any] | None,
+    handle: Handle | None,
     now: float,
 ) -> float | None:
     """Cost of *intervals* so far, see :func:`until_now`; None if a price is unknown."""

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from envscaler_airflow.backends.base import Backend, CountsFree, Handle
+from envscaler_airflow.backends.base import Backend, CountsFree
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, NoOfferError
 from envscaler_airflow.owner import choose
 from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.run import AttemptState, Request, RunState
+from envscaler_airflow.run.event_bodies import MoveRequested
 from envscaler_airflow.scaling import Check, Observation, validate
 from envscaler_airflow.store.run import Run
 
@@ -45,12 +46,11 @@ def judge(
     live = state.live
     if live is None:
         return Verdict(None, "no attempt is live")
-    try:
-        target = Allocation.from_dict(request.body["target"])
-        asked_from = [int(number) for number in request.body.get("from_attempt") or ()]
-    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as err:
-        return Verdict(None, f"the request cannot be read: {err!r}")
-    if asked_from and asked_from != [live.generation, live.number]:
+    asked = request.body
+    if not isinstance(asked, MoveRequested) or asked.fault is not None or asked.target is None:
+        return Verdict(None, f"the request cannot be read: {asked.fault or 'it has no target'}")
+    target, asked_from = asked.target, asked.from_attempt
+    if asked_from and asked_from != (live.generation, live.number):
         return Verdict(None, f"it was asked of attempt {asked_from[-1]}; now attempt {live.number} runs")
     try:
         offers = backend.offers()
@@ -63,7 +63,7 @@ def judge(
     rest = None if target.rest is None else fresh[target.rest.name]
     target = replace(target, offer=fresh[target.offer.name], rest=rest)
     watcher = ScalingWatcher(run=run, backend=backend, candidates=(target,))
-    return _validate(watcher, state, live, request, target, backend)
+    return _validate(watcher, state, live, asked, target, backend)
 
 
 def _free_nodes(backend: Backend, live: AttemptState, target: Allocation) -> Mapping[str, int]:
@@ -73,9 +73,8 @@ def _free_nodes(backend: Backend, live: AttemptState, target: Allocation) -> Map
     """
     if not isinstance(backend, CountsFree):
         return {}
-    mine = None if live.handle is None else Handle.from_dict(live.handle)
     try:
-        free = backend.free_nodes([part.offer for part in target.parts], without=mine)
+        free = backend.free_nodes([part.offer for part in target.parts], without=live.handle)
     except BackendError:
         return {}
     held = {part.offer.name: part.nodes for part in live.allocation.parts}
@@ -86,24 +85,24 @@ def _validate(
     watcher: ScalingWatcher,
     state: RunState,
     live: AttemptState,
-    request: Request,
+    asked: MoveRequested,
     target: Allocation,
     backend: Backend,
 ) -> Verdict:
     now = watcher.observation(state, live)
-    asked = _asked_with(request)
+    seen = _seen_by_requester(asked)
     free = _free_nodes(backend, live, target)
-    others = tuple(item for item in state.pending if item.number != request.number)
+    others = tuple(item for item in state.pending if item.body is not asked)
     now = replace(
         now,
         # A single read has no age; treat a node that has reported as healthy.
         health="ok" if now.health == "unknown" and now.units_done is not None else now.health,
-        speeds={**(asked.speeds if asked else {}), **now.speeds},
+        speeds={**(seen.speeds if seen else {}), **now.speeds},
         pending=None if not others and live.phase != "stopping" else now.pending,
         free_nodes=free,
         refused={},  # the requester has already waited
     )
-    is_forced = bool(request.body.get("forced"))
+    is_forced = bool(asked.forced)
     policy, policies = watcher.policy(state), watcher.policies
     if not is_forced and policy.name not in policies:
         return Verdict(None, f"policy {policy.name!r} is not installed where the owner runs")
@@ -116,10 +115,9 @@ def _validate(
     return Verdict(target, decision.reason, numbers)
 
 
-def _asked_with(request: Request) -> Observation | None:
+def _seen_by_requester(asked: MoveRequested) -> Observation | None:
     """Return what the sensor saw at its request; None if it is missing or from another version."""
-    body = request.body.get("check")
     try:
-        return Check.from_dict(body).observation if isinstance(body, Mapping) else None
-    except (ValueError, TypeError, KeyError, OverflowError):
+        return Check.from_dict(asked.check).observation
+    except ValueError:
         return None

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from envscaler_airflow.planning.record import OwnForm
+
 CapacityType = Literal["spot", "on-demand"]
 
 
@@ -29,7 +31,7 @@ class InstanceType(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(OwnForm):
     """One instance type, or share of a machine, at one place and capacity type.
 
     Attributes:
@@ -166,7 +168,7 @@ class AllocationPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(OwnForm):
     """The nodes that one attempt runs on: of one offer, or of two with the same GPUs.
 
     Attributes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import cache
@@ -19,10 +18,10 @@ from markupsafe import Markup
 from envscaler_agent.protocol import Status
 from envscaler_airflow.owner.report import run_bill, why_ended
 from envscaler_airflow.planning.amounts import usd_less, usd_text
-from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin import charts
-from envscaler_airflow.plugin.page_facts import ANSWERS, MOST_NODES, RunFacts
-from envscaler_airflow.run import AttemptState, Event, RunState
+from envscaler_airflow.plugin.page_facts import MOST_NODES, Answer, RunFacts
+from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.run.cost import Bill, Split
 from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.scaling import Check
@@ -94,7 +93,7 @@ def run_page(facts: RunFacts, *, now: float) -> str:
         unit=facts.unit,
         nodes=[_node(item) for item in facts.statuses if item is not None],
         hidden_nodes=max(0, state.current.allocation.nodes - MOST_NODES) if state.current else 0,
-        answers=[_answer(event) for event in facts.answers],
+        answers=[_answer(*item) for item in facts.answers],
         checks=[_check(*item) for item in facts.checks],
         cost=_cost(bill),
         chart=charts,
@@ -137,8 +136,8 @@ def _row(attempt: AttemptState, bill: Bill, *, now: float) -> Row:
     end = now if attempt.ended_at is None else attempt.ended_at
     prices = ["unknown" if one.usd_per_hour is None else f"${one.usd_per_hour:.4f}" for one in held]
     ended = why_ended(attempt)
-    first, last = attempt.ended.get("start_step"), attempt.step
-    steps = f"{first} to {last}" if isinstance(first, int) and last is not None else "unknown"
+    first, last = attempt.end.start_step, attempt.step
+    steps = f"{first} to {last}" if first is not None and last is not None else "unknown"
     return Row(
         number=attempt.number,
         allocation=_in_turn(one.name for one in held),
@@ -150,7 +149,7 @@ def _row(attempt: AttemptState, bill: Bill, *, now: float) -> Row:
         ended=ended or attempt.phase,
         kind=charts.kind_of(ended),
         reason=attempt.reason,
-        detail=attempt.ended.get("detail", ""),
+        detail=attempt.end.detail or "",
     )
 
 
@@ -173,12 +172,22 @@ def _node(status: Status) -> tuple[str, str]:
     return str(status.node), ", ".join(parts)
 
 
-def _answer(event: Event) -> tuple[str, str, str]:
-    words, target = ANSWERS[event.type], event.body.get("target")
-    if isinstance(target, Mapping):
-        with suppress(KeyError, TypeError, ValueError):  # anyone can write a request
-            words += f" to {Allocation.from_dict(target).name}"
-    return moment(event.at), words, event.body.get("reason", "")
+_ANSWERS: Mapping[type[Answer], str] = {
+    bodies.MoveRequested: "asked for a move",
+    bodies.MoveAccepted: "move accepted",
+    bodies.MoveRefused: "move refused",
+    bodies.MoveDeferred: "move put off to the next start",
+    bodies.ChangeIntended: "change in place",
+    bodies.ChangeUndone: "change in place undone",
+    bodies.StopRequested: "asked to stop",
+}
+
+
+def _answer(at: float, body: Answer) -> tuple[str, str, str]:
+    words = _ANSWERS[type(body)]
+    if not isinstance(body, bodies.MoveRefused | bodies.ChangeUndone | bodies.StopRequested):
+        words += f" to {body.target.name}" if body.target is not None else ""
+    return moment(at), words, body.reason
 
 
 def _check(check: Check, times: int) -> tuple[str, str, str, str, str]:

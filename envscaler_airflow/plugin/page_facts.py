@@ -11,7 +11,8 @@ from itertools import pairwise
 
 from envscaler_agent.protocol import MAX_JSON_BYTES, Status, claim_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.run import AttemptState, Event, RunState
+from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store.decisions import read_decisions
 from envscaler_airflow.store.run import Run
@@ -33,15 +34,14 @@ MOST_PER_S = 1e15
 POINTS_PER_CHUNK = 8
 """Rates computed from one chunk. Chosen: 24 chunks then make a line of 200 points."""
 
-ANSWERS = {
-    "move-requested": "asked for a move",
-    "move-accepted": "move accepted",
-    "move-refused": "move refused",
-    "move-deferred": "move put off to the next start",
-    "change-intended": "change in place",
-    "change-undone": "change in place undone",
-    "stop-requested": "asked to stop",
-}
+Answer = (
+    bodies.RequestBody
+    | bodies.MoveAccepted
+    | bodies.MoveRefused
+    | bodies.MoveDeferred
+    | bodies.ChangeIntended
+    | bodies.ChangeUndone
+)
 """Requests to a run and their answers: events by type, with the text for each."""
 _CHUNK = re.compile(r"g(\d{1,9})-a(\d{1,9})-n0-c(\d{1,9})-(\d{1,12})\.jsonl\Z")
 
@@ -69,7 +69,7 @@ class RunFacts:
         url: Its folder.
         state: Fold of its events.
         statuses: What the nodes of the current attempt last reported; None: nothing believable.
-        answers: Requests and what the owner answered, oldest first.
+        answers: Requests and what the owner answered, each with its time, oldest first.
         checks: Recorded scaling checks of this generation and how often each was repeated, newest first.
         unit: What *rates* count: ``samples`` or ``steps``.
         rates: Speeds of the attempts of this generation, in order of time.
@@ -79,7 +79,7 @@ class RunFacts:
     url: str
     state: RunState
     statuses: tuple[Status | None, ...] = ()
-    answers: tuple[Event, ...] = ()
+    answers: tuple[tuple[float, Answer], ...] = ()
     checks: tuple[tuple[Check, int], ...] = ()
     unit: str = "steps"
     rates: tuple[Rate, ...] = ()
@@ -102,7 +102,7 @@ def read_facts(run: Run) -> RunFacts | None:
         url=run.url,
         state=state,
         statuses=_statuses(run, state.current),
-        answers=tuple(event for event in newest if event.type in ANSWERS),
+        answers=tuple((event.at, event.body) for event in newest if isinstance(event.body, Answer)),
         checks=_checks(run, state.generation),
         unit=unit,
         rates=rates,

@@ -1,13 +1,13 @@
 """The state machine of a run: events, their fold, and the next action. Pure."""
 
 from envscaler_airflow.run.ends import End, NodeState, NodeStatus, Observed, end_of
-from envscaler_airflow.run.events import EVENT_TYPES, MAX_EVENT_BYTES, Actor, Event
+from envscaler_airflow.run.event_bodies import ChangeKind, Handle
+from envscaler_airflow.run.events import MAX_EVENT_BYTES, Actor, Event
 from envscaler_airflow.run.outcomes import OUTCOMES, Outcome, outcome_of
 from envscaler_airflow.run.state import (
     AttemptState,
     Before,
     Change,
-    ChangeKind,
     Request,
     RunState,
     fold,
@@ -16,7 +16,6 @@ from envscaler_airflow.run.state import (
 from envscaler_airflow.run.steps import Action, Entry, Facts, enter, next_action
 
 __all__ = [
-    "EVENT_TYPES",
     "MAX_EVENT_BYTES",
     "OUTCOMES",
     "Action",
@@ -29,6 +28,7 @@ __all__ = [
     "Entry",
     "Event",
     "Facts",
+    "Handle",
     "NodeState",
     "NodeStatus",
     "Observed",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from envscaler_agent.protocol import Ended, Status
+from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run.outcomes import OUTCOMES, outcome_of
 
 NodeState = Literal["pending", "starting", "running", "ended", "lost", "unknown"]
@@ -63,7 +64,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class End(Record):
     """How an attempt ended: the content of the ``attempt-ended`` event.
 
     ``never_came``: nodes for which no machine was available. ``failure``, for an attempt that was not
@@ -75,21 +76,15 @@ class End:
     detail: str
     exit_code: int | None = None
     signal: int | None = None
-    last_lines: tuple[str, ...] = ()
+    last_lines: tuple[str, ...] | None = None
     start_step: int | None = None
     step: int | None = None
     checkpoint: str | None = None
     checkpoint_step: int | None = None
-    never_came: tuple[int, ...] = ()
+    never_came: tuple[int, ...] | None = None
     outputs: Mapping[str, str] | None = None
     claim: int | None = None
     failure: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form; unknown fields are left out."""
-        pairs = ((name, getattr(self, name)) for name in self.__slots__)
-        body = {name: value for name, value in pairs if value is not None and value != ()}
-        return body | {name: list(body[name]) for name in ("last_lines", "never_came") if name in body}
 
 
 def end_of(observed: Observed, *, stalled: bool = False) -> End | None:
@@ -154,12 +149,12 @@ def _describe(observed: Observed, node: NodeStatus, outcome: str, detail: str) -
         detail=detail,
         exit_code=said.exit_code if said else node.exit_code,
         signal=said.signal if said else node.signal,
-        last_lines=said.last_lines if said else (),
+        last_lines=(said.last_lines or None) if said else None,
         start_step=head.start_step if head else None,
         step=head.progress.step if head else None,
         checkpoint=head.last_checkpoint if head else None,
         checkpoint_step=head.last_checkpoint_step if head else None,
-        never_came=tuple(one.node for one in observed.nodes if _never_came(one)),
+        never_came=tuple(one.node for one in observed.nodes if _never_came(one)) or None,
         outputs=dict(head.outputs) if head and outcome == "succeeded" else None,
         claim=head.claim if head and outcome == "succeeded" else None,
         failure=node.reason if outcome == "not-started" else None,

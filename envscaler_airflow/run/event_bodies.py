@@ -1,64 +1,104 @@
-"""The body of each owner event, typed and bounded: a field of another type never reaches the fold.
+"""What each event says, as a class: built by its writer, checked field by field when it is read.
 
-Anyone can write requests, so they are not here: the owner checks them, and refuses what it cannot read.
+A field that is None is not written. The order of the fields is that of the JSON.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.planning.record import Record
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
+Count = Annotated[int, Ge(0), Lt(2**53)]
 """Larger whole numbers are skipped by JSON readers."""
-Ordinal = Annotated[int, Field(ge=1, lt=2**53)]
-Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
-Amount = Annotated[float, Field(ge=0, le=1e15)]
+Ordinal = Annotated[int, Ge(1), Lt(2**53)]
+Whole = Annotated[int, Gt(-(2**53)), Lt(2**53)]
+Amount = Annotated[float, Ge(0), Le(1e15)]
 """Seconds, bytes and USD. Chosen: no run lasts or costs so much."""
-Number = Annotated[float, Field(ge=-1e15, le=1e15)]
-Name = Annotated[str, Field(min_length=1)]
-Held = Annotated[tuple[Count, Amount, Amount | None], Field(strict=False)]
-"""Node, start and end of one billed interval; JSON has lists."""
+Number = Annotated[float, Ge(-1e15), Le(1e15)]
+Name = Annotated[str, MinLen(1)]
+Billed = tuple[Count, Amount, Amount | None]
+"""Node, start and end of one billed interval."""
+
+ChangeKind = Literal["resize", "rescale"]
+"""``resize``: other CPU and memory of the same nodes. ``rescale``: another number of the same nodes."""
+Alignment = Literal["now", "step", "epoch"]
 
 
-class Body(BaseModel):
-    """An object whose known fields have their types; other fields are kept, for newer minor versions."""
+@dataclass(frozen=True, slots=True)
+class Handle(Record):
+    """Identifies a started attempt, for any process that can reach it.
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    Attributes:
+        backend: ``local``, ``kubernetes``, ``vm``.
+        name: Unique name with the run, generation and attempt in it.
+        details: The backend's own data as JSON (host, boot id, pid, start time; uid; instance ids).
+    """
 
-
-class _Handle(Body):
     backend: str
     name: Name
-    details: dict[str, Any] = {}
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Generation(Body):
+@dataclass(frozen=True, slots=True)
+class Leaving(Record):
+    """A node to remove, and why it was selected."""
+
+    node: Count
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfAttempt(Record):
+    """What events about one attempt have in common."""
+
     generation: Ordinal
-    spec_hash: str
+    attempt: Ordinal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfRun(Record):
+    """What events about the end of a run have in common; an unknown generation is the current one."""
+
+    generation: Ordinal | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewGeneration(Record):
+    """A fresh start of the run."""
+
+    type: Literal["generation"] = "generation"
+    generation: Ordinal
     reason: str = ""
+    spec_hash: str
+    spec_source: str | None = None
     strategy: str | None = None
     restore_from: str | None = None
     budget_usd: Amount | None = None
     deadline_s: Number | None = None
 
 
-class _Owner(Body):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewOwner(Record):
+    """Another try took the run over."""
+
+    type: Literal["owner"] = "owner"
     reason: str = ""
     spec_hash: str | None = None
 
 
-class _Attempt(Body):
-    generation: Ordinal
-    attempt: Ordinal
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptIntended(OfAttempt):
+    """An attempt will be started."""
+
+    type: Literal["attempt-intended"] = "attempt-intended"
+    allocation: Allocation
     reason: str = ""
-
-
-class _Intended(_Attempt):
-    allocation: dict[str, Any]
     spec_hash: str = ""
     memory_bytes: Count | None = None
     vcpus: Amount | None = None
@@ -66,43 +106,61 @@ class _Intended(_Attempt):
     losses_per_hour: Amount | None = None
 
 
-class _Started(_Attempt):
-    handle: _Handle
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStarted(OfAttempt):
+    """The backend has accepted it."""
+
+    type: Literal["attempt-started"] = "attempt-started"
+    handle: Handle
 
 
-class _Stopping(_Attempt):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStopping(OfAttempt):
+    """It is asked to save and stop; *why* is a name of the table of outcomes."""
+
+    type: Literal["attempt-stopping"] = "attempt-stopping"
     why: str = "move"
+    reason: str = ""
+    align: Alignment = "step"
     grace_s: Amount = 30.0
-    align: Literal["now", "step", "epoch"] = "step"
     request: Ordinal | None = None
-    target: dict[str, Any] | None = None
+    target: Allocation | None = None
 
 
-class _Ended(_Attempt):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnded(OfAttempt):
+    """Nothing of it runs any more: how it ended, what it saved, and what it cost.
+
+    Attributes:
+        failure: Why an attempt was not started: ``capacity``, ``placement``, ``spec`` or ``backend``.
+        never_came: Nodes for which no machine was available; *refused* names their offers.
+        claim: Of the pod of node 0 that stored the outputs.
+        earlier_s: Seconds of training by earlier pods of node 0.
+        repeated_steps: Steps that a later pod of node 0 repeated.
+        usage: None: not known; empty: never billed. *usage_at*: the provider's time of the open intervals.
+        usage_is_least: The usage is only what the statuses of the nodes prove.
+    """
+
+    type: Literal["attempt-ended"] = "attempt-ended"
     outcome: Name
-    detail: str | None = None
     failure: str | None = None
+    detail: str | None = None
     exit_code: Whole | None = None
     signal: Whole | None = None
-    last_lines: list[str] = []
+    last_lines: tuple[str, ...] | None = None
     start_step: Count | None = None
     step: Count | None = None
     checkpoint: str | None = None
     checkpoint_step: Count | None = None
-    never_came: list[Count] = []
-    refused: list[str] = []
-    outputs: dict[str, str] | None = None
+    never_came: tuple[Count, ...] | None = None
+    outputs: Mapping[str, str] | None = None
     claim: Count | None = None
-    usage: list[Held] | None = None
-    usage_at: Amount | None = None
-    usage_is_least: bool = False
-    usd: Amount | None = None
     setup_s: Amount | None = None
     restore_s: Amount | None = None
     checkpoint_s: Amount | None = None
     checkpoints: Count | None = None
     restored_from: str | None = None
-    rejected: list[str] | None = None
+    rejected: tuple[str, ...] | None = None
     cpu_seconds: Amount | None = None
     elapsed_s: Amount | None = None
     first_step_s: Amount | None = None
@@ -111,88 +169,230 @@ class _Ended(_Attempt):
     samples: Count | None = None
     repeated_samples: Count | None = None
     epoch: Count | None = None
-
-
-class _Released(_Attempt):
-    usage: list[Held] | None = None
+    earlier_s: Amount | None = None
+    repeated_steps: Count | None = None
+    usage_is_least: bool | None = None
+    refused: tuple[str, ...] | None = None
+    usage: tuple[Billed, ...] | None = None
+    usage_at: Amount | None = None
     usd: Amount | None = None
-    detail: str | None = None
 
 
-class _Answer(Body):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseFailed(OfAttempt):
+    """Its machines may still run, and are billed again."""
+
+    type: Literal["release-failed"] = "release-failed"
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptReleased(OfAttempt):
+    """Its machines are released; the bill, if it is more complete than at the end."""
+
+    type: Literal["attempt-released"] = "attempt-released"
+    usage: tuple[Billed, ...] | None = None
+    usd: Amount | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRequested(Record):
+    """A sensor or a person asks for a move; one that cannot be read has only *fault*.
+
+    Attributes:
+        from_attempt: Generation and attempt that the numbers were taken from.
+        check: The decision with all its inputs.
+        forced: The policy is not asked.
+        fault: Why the request cannot be read; never written.
+    """
+
+    type: Literal["move-requested"] = "move-requested"
+    reason: str = ""
+    numbers: Mapping[str, Any] | None = None
+    check: Any = None
+    forced: bool | None = None
+    target: Allocation | None = None
+    from_attempt: tuple[int, ...] | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested(Record):
+    """Somebody asks for a stop of the run; *why*: ``timeout`` if the task's time is over."""
+
+    type: Literal["stop-requested"] = "stop-requested"
+    reason: str = ""
+    by: str = ""
+    why: str | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveAccepted(OfAttempt):
+    """A move is accepted, and the attempt asked to save and stop, in one event."""
+
+    type: Literal["move-accepted"] = "move-accepted"
+    why: str = "move"
+    reason: str = ""
+    align: Alignment = "step"
+    grace_s: Amount = 30.0
+    request: Ordinal
+    numbers: Mapping[str, Any] | None = None
+    target: Allocation | None = None
+    leaving: tuple[Leaving, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRefused(Record):
+    """A move is refused."""
+
+    type: Literal["move-refused"] = "move-refused"
     request: Ordinal
     reason: str = ""
-    numbers: dict[str, Any] | None = None
+    numbers: Mapping[str, Any] | None = None
 
 
-class _Accepted(_Stopping):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed(Record):
+    """What accepted moves that do not stop the attempt have in common."""
+
     request: Ordinal
-    numbers: dict[str, Any] | None = None
-
-
-class _Deferred(_Answer):
+    reason: str = ""
+    numbers: Mapping[str, Any] | None = None
+    target: Allocation
+    leaving: tuple[Leaving, ...] | None = None
     generation: Ordinal
     attempt: Ordinal
-    target: dict[str, Any]
 
 
-class _ChangeIntended(_Deferred):
-    kind: Literal["resize", "rescale"]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveDeferred(Agreed):
+    """The next attempt gets the target."""
+
+    type: Literal["move-deferred"] = "move-deferred"
+    kind: str | None = None
 
 
-class _Changed(_Attempt):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeIntended(Agreed):
+    """The attempt will be changed in place."""
+
+    type: Literal["change-intended"] = "change-intended"
+    kind: ChangeKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed(OfAttempt):
+    """It was changed in place: what is new."""
+
+    type: Literal["changed"] = "changed"
     kind: str = ""
-    target: dict[str, Any] | None = None
-    handle: _Handle | None = None
-    step: Count | None = None
-    memory_bytes: Count | None = None
+    reason: str = ""
+    target: Allocation | None = None
+    handle: Handle | None = None
     vcpus: Amount | None = None
+    memory_bytes: Count | None = None
+    step: Count | None = None
 
 
-class _Over(Body):
-    generation: Ordinal | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeUndone(OfAttempt):
+    """It stays as it was."""
+
+    type: Literal["change-undone"] = "change-undone"
+    kind: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Succeeded(OfRun):
+    """The run succeeded."""
+
+    type: Literal["succeeded"] = "succeeded"
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(OfRun):
+    """The run failed; *failure* is a name of the table of outcomes."""
+
+    type: Literal["failed"] = "failed"
     reason: str = ""
     failure: str = ""
-    outputs: dict[str, str] = {}
 
 
-_BODIES: Mapping[str, type[Body]] = {
-    "generation": _Generation,
-    "owner": _Owner,
-    "attempt-intended": _Intended,
-    "attempt-started": _Started,
-    "attempt-stopping": _Stopping,
-    "attempt-ended": _Ended,
-    "release-failed": _Released,
-    "attempt-released": _Released,
-    "move-accepted": _Accepted,
-    "move-refused": _Answer,
-    "move-deferred": _Deferred,
-    "change-intended": _ChangeIntended,
-    "changed": _Changed,
-    "change-undone": _Attempt,
-    "succeeded": _Over,
-    "failed": _Over,
-    "stopped": _Over,
-    "delivered": _Over,
-    "accepted": _Over,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped(OfRun):
+    """The run was stopped."""
+
+    type: Literal["stopped"] = "stopped"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered(OfRun):
+    """The actor is the recipient of the result."""
+
+    type: Literal["delivered"] = "delivered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted(OfRun):
+    """Airflow took the delivery to the actor: its task is a success."""
+
+    type: Literal["accepted"] = "accepted"
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown(Record):
+    """An event of a newer version: kept, and it changes nothing but what the owner dares to do."""
+
+    type: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, as the newer version wrote it."""
+        return {"type": self.type, **self.fields}
+
+
+RequestBody = MoveRequested | StopRequested
+AttemptBody = (
+    AttemptIntended
+    | AttemptStarted
+    | AttemptStopping
+    | AttemptEnded
+    | ReleaseFailed
+    | AttemptReleased
+    | MoveAccepted
+    | MoveDeferred
+    | ChangeIntended
+    | Changed
+    | ChangeUndone
+)
+RunBody = NewGeneration | NewOwner | MoveRefused | Succeeded | Failed | Stopped | Delivered | Accepted
+KnownBody = RequestBody | AttemptBody | RunBody
+EventBody = KnownBody | Unknown
+
+BODIES: Mapping[str, type[KnownBody]] = {
+    kind.__dataclass_fields__["type"].default: kind for kind in get_args(KnownBody)
 }
+"""Every class by the type in its JSON."""
 
 
-def check_body(event_type: str, body: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a known event whose fields are missing, of another type or out of bounds.
+def read_body(kind: str, fields: Mapping[str, Any]) -> EventBody:
+    """Return the body of an event of type *kind*; fields that only a newer version knows are ignored.
+
+    Anyone can write a request: one that cannot be read has its fault, for the owner to refuse it.
 
     Raises:
-        ProtocolError: Names the first such field.
+        ValueError: Names the first field that is missing, of another type or out of bounds.
     """
-    kind = _BODIES.get(event_type)
-    if kind is None:
-        return
+    known = BODIES.get(kind)
+    if known is None:
+        return Unknown(kind, fields)
     try:
-        kind.model_validate(body)
-    except ValidationError as err:
-        fault = err.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in fault["loc"])
-        is_missing = fault["type"] == "missing"
-        fault_text = "is missing" if is_missing else f"got {fault['input']!r:.80}, {fault['msg'].lower()}"
-        raise ProtocolError(f"{where}: {event_type}: {place}: {fault_text}") from err
+        return known.from_dict({**fields, "type": kind})
+    except ValueError as err:
+        if known is MoveRequested or known is StopRequested:
+            return known(fault=str(err))
+        raise ValueError(f"{kind}: {err}") from err

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from envscaler_agent.protocol import Status
-from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.amounts import (
     SAME,
     bytes_text,
@@ -16,6 +15,7 @@ from envscaler_airflow.planning.amounts import (
     usd_text,
 )
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.run.events import Event
 from envscaler_airflow.run.state import AttemptState, RunState
 
@@ -26,19 +26,12 @@ MOST_NAME = 100
 def describe(event: Event, state: RunState) -> str | None:
     """Return one line for *event*; None for events that only machines need.
 
-    An event with fields of unexpected types is described by its number and type.
-
     Args:
         event: What happened.
         state: Before the event or at any time after it: only its attempts are used.
     """
-    words = _WORDS.get(event.type)
-    if words is None:
-        return None
-    try:
-        return printable(words(event.body, state))
-    except (AttributeError, KeyError, TypeError, ValueError, ProtocolError):
-        return f"event {event.number}: {printable(event.type)}"
+    words = _words(event.body, state)
+    return None if words is None else printable(words)
 
 
 def resumed(state: RunState, start_step: int, *, earlier: int | None = None) -> str | None:
@@ -142,124 +135,81 @@ def whereabouts(attempt: AttemptState) -> str:
     return f"attempt {attempt.number} on {attempt.allocation.name} ({price})"
 
 
-def _target(body: Mapping[str, Any]) -> str:
-    try:
-        return Allocation.from_dict(body["target"]).name
-    except (KeyError, TypeError, ValueError):
-        return "another machine"
-
-
-def _to_target(body: Mapping[str, Any]) -> str:
+def _to_target(target: Allocation | None, reason: str) -> str:
     """``local/cpu-2: saves $0.48 of $1.36``: a policy's reason starts with the target; say it only once."""
-    target = _target(body)
-    return f"{target}: {str(body.get('reason', '')).removeprefix(f'{target} ')}"
+    name = _name(target)
+    return f"{name}: {reason.removeprefix(f'{name} ')}"
 
 
-def _with_reason(words: str) -> Callable[[Mapping[str, Any], RunState], str]:
-    """Return a function that describes an event by *words* and the reason in its body."""
-    return lambda body, _state: f"{words}: {body.get('reason', '')}"
+def _name(target: Allocation | None) -> str:
+    return "another machine" if target is None else target.name
 
 
-def _generation(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"generation {body.get('generation', '?')} begins: {body.get('reason', '')}"
+def _words(body: bodies.EventBody, state: RunState) -> str | None:
+    match body:
+        case bodies.NewGeneration():
+            return f"generation {body.generation} begins: {body.reason}"
+        case bodies.NewOwner():
+            where = f"; {whereabouts(state.live)} goes on" if state.live is not None else ""
+            return f"this try owns the run now: {body.reason}{where}"
+        case bodies.MoveRequested():
+            return f"the sensor requests a move to {_to_target(body.target, body.reason)}"
+        case bodies.MoveRefused():
+            return f"move refused: {body.reason}"
+        case bodies.StopRequested():
+            return f"a stop is requested: {body.reason}"
+        case bodies.Succeeded():
+            outputs = (f"; output {name}: {body.outputs[name]}" for name in sorted(body.outputs))
+            return "".join(["the stage succeeded", *outputs])
+        case bodies.Failed():
+            return f"the stage failed: {body.reason}"
+        case bodies.Stopped():
+            return f"the run stopped: {body.reason}"
+        case bodies.Delivered() | bodies.Accepted() | bodies.Unknown():
+            return None
+        case _:
+            return _attempt_words(body, state)
 
 
-def _owner(body: Mapping[str, Any], state: RunState) -> str:
-    live = state.live
-    where = f"; {whereabouts(live)} goes on" if live is not None else ""
-    return f"this try owns the run now: {body.get('reason', '')}{where}"
+def _attempt_words(  # noqa: C901 - one case for each event
+    body: bodies.AttemptBody, state: RunState
+) -> str:
+    name = f"attempt {body.attempt}"
+    match body:
+        case bodies.AttemptIntended():
+            attempt = AttemptState(body.generation, body.attempt, body.allocation)
+            return f"{whereabouts(attempt)}: {body.reason}"
+        case bodies.AttemptStarted():
+            namespace = body.handle.details.get("namespace")
+            return f"{name} runs as {f'{namespace}/' if namespace else ''}{body.handle.name}"
+        case bodies.AttemptStopping():
+            return f"{name} saves and stops: {body.reason or body.why}"
+        case bodies.AttemptEnded():
+            return f"{name} {_end_words(body, state)}"
+        case bodies.ReleaseFailed():
+            return f"{name} is not released, and is tried again: {body.detail}"
+        case bodies.AttemptReleased():
+            return f"{name} is released" + (f"; it cost {usd_text(body.usd)} in all" if body.usd else "")
+        case bodies.MoveAccepted():
+            when = "at the end of the epoch" if body.align == "epoch" else "now"
+            return f"{name} saves {when} and moves to {_to_target(body.target, body.reason)}"
+        case bodies.MoveDeferred():
+            return f"the next attempt runs on {_to_target(body.target, body.reason)}"
+        case bodies.ChangeIntended():
+            return f"{name} changes in place to {_to_target(body.target, body.reason)}"
+        case bodies.Changed():
+            step = "" if body.step is None else f" at step {body.step}"
+            return f"{name} has {_name(body.target)}{step}, without a restart"
+        case bodies.ChangeUndone():
+            return f"{name} stays as it was: {body.reason}"
 
 
-def _intended(body: Mapping[str, Any], _state: RunState) -> str:
-    allocation = Allocation.from_dict(body["allocation"])
-    attempt = AttemptState(int(body["generation"]), int(body["attempt"]), allocation)
-    return f"{whereabouts(attempt)}: {body.get('reason', '')}"
-
-
-def _started(body: Mapping[str, Any], _state: RunState) -> str:
-    handle = body["handle"]
-    namespace = (handle.get("details") or {}).get("namespace")
-    return f"attempt {body['attempt']} runs as {f'{namespace}/' if namespace else ''}{handle['name']}"
-
-
-def _move_requested(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"the sensor requests a move to {_to_target(body)}"
-
-
-def _move_accepted(body: Mapping[str, Any], _state: RunState) -> str:
-    when = "at the end of the epoch" if body.get("align") == "epoch" else "now"
-    return f"attempt {body['attempt']} saves {when} and moves to {_to_target(body)}"
-
-
-def _move_deferred(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"the next attempt runs on {_to_target(body)}"
-
-
-def _change_intended(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"attempt {body['attempt']} changes in place to {_to_target(body)}"
-
-
-def _changed(body: Mapping[str, Any], _state: RunState) -> str:
-    step = f" at step {body['step']}" if isinstance(body.get("step"), int) else ""
-    return f"attempt {body['attempt']} has {_target(body)}{step}, without a restart"
-
-
-def _change_undone(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"attempt {body['attempt']} stays as it was: {body.get('reason', '')}"
-
-
-def _stopping(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"attempt {body['attempt']} saves and stops: {body.get('reason') or body.get('why', '')}"
-
-
-def _ended(body: Mapping[str, Any], state: RunState) -> str:
-    number = int(body["attempt"])
-    attempts = (one for one in state.attempts if (one.generation, one.number) == (body["generation"], number))
-    attempt = next(attempts, None)
-    moved = attempt is not None and attempt.stop_why == "move" and body.get("outcome") == "left"
-    outcome = "moved" if moved else str(body.get("outcome", "ended"))
-    step = f" at step {body['step']}" if isinstance(body.get("step"), int) else ""
-    saved = body.get("checkpoint_step")
-    kept = f"; last checkpoint at step {saved}" if isinstance(saved, int) and outcome != "succeeded" else ""
-    detail = f": {body['detail']}" if body.get("detail") else ""
-    return f"attempt {number} {outcome}{step}{kept}{detail}"
-
-
-def _succeeded(body: Mapping[str, Any], _state: RunState) -> str:
-    outputs = body.get("outputs") or {}
-    return "".join(
-        ["the stage succeeded", *(f"; output {name}: {outputs[name]}" for name in sorted(outputs))]
-    )
-
-
-def _release_failed(body: Mapping[str, Any], _state: RunState) -> str:
-    return f"attempt {body['attempt']} is not released, and is tried again: {body.get('detail', '')}"
-
-
-def _released(body: Mapping[str, Any], _state: RunState) -> str:
-    usd = body.get("usd")
-    cost = "" if not usd else f"; it cost {usd_text(usd)} in all"
-    return f"attempt {body['attempt']} is released{cost}"
-
-
-_WORDS: Mapping[str, Callable[[Mapping[str, Any], RunState], str]] = {
-    "generation": _generation,
-    "owner": _owner,
-    "attempt-intended": _intended,
-    "attempt-started": _started,
-    "attempt-stopping": _stopping,
-    "attempt-ended": _ended,
-    "release-failed": _release_failed,
-    "attempt-released": _released,
-    "move-requested": _move_requested,
-    "move-accepted": _move_accepted,
-    "move-refused": _with_reason("move refused"),
-    "move-deferred": _move_deferred,
-    "change-intended": _change_intended,
-    "changed": _changed,
-    "change-undone": _change_undone,
-    "stop-requested": _with_reason("a stop is requested"),
-    "succeeded": _succeeded,
-    "failed": _with_reason("the stage failed"),
-    "stopped": _with_reason("the run stopped"),
-}
+def _end_words(body: bodies.AttemptEnded, state: RunState) -> str:
+    key = (body.generation, body.attempt)
+    attempt = next((one for one in state.attempts if (one.generation, one.number) == key), None)
+    moved = attempt is not None and attempt.stop_why == "move" and body.outcome == "left"
+    step = "" if body.step is None else f" at step {body.step}"
+    saved = None if body.outcome == "succeeded" else body.checkpoint_step
+    kept = "" if saved is None else f"; last checkpoint at step {saved}"
+    detail = f": {body.detail}" if body.detail else ""
+    return f"{'moved' if moved else body.outcome}{step}{kept}{detail}"

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.planning.record import Record
+from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.run.events import Actor, Event
 
 AttemptPhase = Literal["intended", "started", "stopping", "ended"]
 RunStatus = Literal["none", "active", "succeeded", "failed", "stopped"]
 
-ChangeKind = Literal["resize", "rescale"]
-"""``resize``: other CPU and memory of the same nodes. ``rescale``: another number of the same nodes."""
-
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Change(Record):
     """A change in place of a running attempt, requested from the backend and not known to be done.
 
     Attributes:
-        kind: See :data:`ChangeKind`.
+        kind: See :data:`~envscaler_airflow.run.event_bodies.ChangeKind`.
         target: What the attempt has afterwards.
         reason: Why the change is made.
         number: Number of its event.
     """
 
-    kind: ChangeKind
+    kind: bodies.ChangeKind
     target: Allocation
     reason: str = ""
     number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class Before(Record):
     """What an attempt was on before it was changed in place.
 
     Attributes:
@@ -50,7 +49,7 @@ class Before:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptState:
+class AttemptState(Record):
     """One life of the training on one allocation, which may be changed in place.
 
     Attributes:
@@ -66,12 +65,13 @@ class AttemptState:
         handle: The backend's, once started.
         stop_why: Why the owner stopped it, a name of the same table; ``""`` while running.
         stop_number: Number of the stopping event, which is the sequence of its control.
-        stop: Body of the stopping event; empty before.
+        stop_reason, stop_align, stop_grace_s: What the stopping event says besides.
+        stop_request: Number of the request that it answers; None for none.
         target: Target of a move.
         change: The current change in place; None without one.
         earlier: What it used before each change in place, oldest first.
         next_allocation: What the next attempt must use, if a move was deferred until then.
-        ended: Body of the ``attempt-ended`` event; empty before.
+        ended: The ``attempt-ended`` event; None before, see :attr:`end`.
         unreleased: Why its machines are not known to be released; "" if they are, or before the first try.
         released_at: When a later try released them; None if that took no second try.
         ended_number: Number of its ``attempt-ended`` event; 0 before.
@@ -87,15 +87,18 @@ class AttemptState:
     memory_bytes: int | None = None
     vcpus: float | None = None
     checkpoint_every_s: float | None = None
-    handle: Mapping[str, Any] | None = None
+    handle: bodies.Handle | None = None
     stop_why: str = ""
     stop_number: int = 0
-    stop: Mapping[str, Any] = field(default_factory=dict)
+    stop_reason: str = ""
+    stop_align: bodies.Alignment = "step"
+    stop_grace_s: float = 30.0
+    stop_request: int | None = None
     target: Allocation | None = None
     change: Change | None = None
     earlier: tuple[Before, ...] = ()
     next_allocation: Allocation | None = None
-    ended: Mapping[str, Any] = field(default_factory=dict)
+    ended: bodies.AttemptEnded | None = None
     unreleased: str = ""
     released_at: float | None = None
     ended_number: int = 0
@@ -120,34 +123,41 @@ class AttemptState:
         return self.phase != "ended"
 
     @property
+    def end(self) -> bodies.AttemptEnded:
+        """Return the ``attempt-ended`` event; while the attempt is live, one in which nothing is known."""
+        return self.ended or bodies.AttemptEnded(generation=self.generation, attempt=self.number, outcome="")
+
+    @property
     def outcome(self) -> str:
         """Return a name of :data:`~envscaler_airflow.run.outcomes.OUTCOMES`; ``""`` before the end."""
-        return str(self.ended.get("outcome", ""))
+        return self.end.outcome
 
     @property
     def step(self) -> int | None:
         """Return the last step at which it was seen; None when unknown."""
-        step = self.ended.get("step")
-        return step if isinstance(step, int) else None
+        return self.end.step
 
     @property
     def checkpoint_step(self) -> int | None:
         """Return the step of the newest checkpoint that it completed; None without one."""
-        step = self.ended.get("checkpoint_step")
-        return step if isinstance(step, int) else None
+        return self.end.checkpoint_step
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(Record):
     """A request to the owner that the owner has not answered yet."""
 
     number: int
-    type: str
-    body: Mapping[str, Any]
+    body: bodies.RequestBody
+
+    @property
+    def is_timeout(self) -> bool:
+        """Return True for a stop that is requested because the task's time is over."""
+        return isinstance(self.body, bodies.StopRequested) and self.body.why == "timeout"
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Record):
     """Consecutive refusals of one target for the running attempt; moves that users requested are not counted.
 
     Attributes:
@@ -166,14 +176,14 @@ MOST_REFUSALS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class RunState(Record):
     """Everything that the events record.
 
     Attributes:
         number: Last event folded; the next one is ``number + 1``.
         status: ``active`` from the first generation on, until the run succeeded, failed or was stopped.
         generation: Current generation, from 1; 0 before the first.
-        begun: Body of its ``generation`` event.
+        begun: Its ``generation`` event; without terms before the first.
         begun_by: Actor that began it.
         owner: Actor that may act.
         cleared_number: Number of the event by which the task was last cleared, or the generation began.
@@ -194,7 +204,9 @@ class RunState:
     number: int = 0
     status: RunStatus = "none"
     generation: int = 0
-    begun: Mapping[str, Any] = field(default_factory=dict)
+    begun: bodies.NewGeneration = field(
+        default_factory=lambda: bodies.NewGeneration(generation=0, spec_hash="")
+    )
     begun_by: Actor | None = None
     begun_at: float | None = None
     owner: Actor | None = None
@@ -237,27 +249,82 @@ def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
     for event in events:
         if event.number != now.number + 1:
             raise ProtocolError(f"event {event.number} follows {now.number}: one is missing or repeated")
-        apply = _APPLY.get(event.type)
-        try:
-            now = apply(now, event) if apply else replace(now, unknown=(*now.unknown, event.number))
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as err:
-            fault = f"{err} is missing" if isinstance(err, KeyError) else str(err)
-            raise ProtocolError(f"event {event.number} ({event.type}): {fault}") from err
-        now = replace(now, number=event.number)
+        now = replace(_after(now, event), number=event.number)
     return now
 
 
-def _generation(state: RunState, event: Event) -> RunState:
+def _after(state: RunState, event: Event) -> RunState:  # noqa: C901 - one case for each event
+    match event.body:
+        case bodies.NewGeneration() as body:
+            return _new_generation(state, event, body)
+        case bodies.NewOwner() as body:
+            return _new_owner(state, event, body)
+        case bodies.MoveRequested() | bodies.StopRequested() as body:
+            return replace(state, pending=(*state.pending, Request(event.number, body)))
+        case bodies.MoveRefused() as body:
+            return _refused(state, event, body)
+        case bodies.Succeeded() as body:
+            return replace(state, status="succeeded", outputs=dict(body.outputs), pending=())
+        case bodies.Failed() as body:
+            return replace(state, status="failed", reason=body.reason, failure=body.failure, pending=())
+        case bodies.Stopped() as body:
+            return replace(state, status="stopped", reason=body.reason, pending=())
+        case bodies.Delivered():
+            actors = () if event.actor is None else (event.actor,)
+            return replace(state, delivered=(*state.delivered, *actors))
+        case bodies.Accepted() as body:
+            is_current = body.generation in (None, state.generation)
+            return replace(state, accepted=True) if is_current and state.delivered else state
+        case bodies.Unknown():
+            return replace(state, unknown=(*state.unknown, event.number))
+        case body:
+            return _after_attempt(state, event, body)
+
+
+def _after_attempt(  # noqa: C901 - one case for each event
+    state: RunState, event: Event, body: bodies.AttemptBody
+) -> RunState:
+    """Apply an event about one attempt; a late one about an older attempt changes nothing."""
+    match body:
+        case bodies.AttemptIntended():
+            return _intended(state, event, body)
+        case bodies.AttemptStarted():
+            live = state.live
+            phase: AttemptPhase = "stopping" if live is not None and live.phase == "stopping" else "started"
+            return _change(state, body, phase=phase, handle=body.handle, started_at=event.at)
+        case bodies.AttemptStopping() | bodies.MoveAccepted():  # an accepted move also asks it to stop
+            return _stopping(state, event, body)
+        case bodies.MoveDeferred():
+            return _change(_answered(state, body.request), body, next_allocation=body.target)
+        case bodies.ChangeIntended():
+            change = Change(body.kind, body.target, body.reason, event.number)
+            return _change(_answered(state, body.request), body, change=change)
+        case bodies.Changed():
+            return _changed(state, event, body)
+        case bodies.ChangeUndone():
+            return _change(state, body, change=None)
+        case bodies.AttemptEnded():
+            now = _change(
+                state, body, phase="ended", ended=body, ended_at=event.at, ended_number=event.number
+            )
+            return replace(now, pending=_without_old_stops(now.pending, now.cleared_number))
+        case bodies.ReleaseFailed():
+            return _of_ended(state, body, unreleased=body.detail or "not released")
+        case bodies.AttemptReleased():
+            return _released(state, event, body)
+
+
+def _new_generation(state: RunState, event: Event, body: bodies.NewGeneration) -> RunState:
     return replace(
         state,
         status="active",
-        generation=int(event.body["generation"]),
-        begun=event.body,
+        generation=body.generation,
+        begun=body,
         begun_by=event.actor,
         begun_at=event.at,
         owner=event.actor,
         cleared_number=event.number,
-        spec_hash=str(event.body["spec_hash"]),
+        spec_hash=body.spec_hash,
         outputs={},
         delivered=(),
         accepted=False,
@@ -273,9 +340,9 @@ def is_cleared(state: RunState, actor: Actor | None) -> bool:
     return state.owner is None or actor is None or state.owner.max_tries != actor.max_tries
 
 
-def _owner(state: RunState, event: Event) -> RunState:
+def _new_owner(state: RunState, event: Event, body: bodies.NewOwner) -> RunState:
     """Make another try the owner. A clear resumes a run that had failed or was stopped; a retry does not."""
-    now = replace(state, owner=event.actor, spec_hash=str(event.body.get("spec_hash") or state.spec_hash))
+    now = replace(state, owner=event.actor, spec_hash=body.spec_hash or state.spec_hash)
     if not is_cleared(state, event.actor):
         return now
     pending = state.pending if state.live else _without_old_stops(state.pending, event.number)
@@ -285,190 +352,99 @@ def _owner(state: RunState, event: Event) -> RunState:
 
 def _without_old_stops(pending: tuple[Request, ...], cleared_number: int) -> tuple[Request, ...]:
     """Drop stops requested before a clear: they stop the attempt of that time, not the run."""
-    return tuple(r for r in pending if r.type != "stop-requested" or r.number > cleared_number)
+    return tuple(
+        one for one in pending if isinstance(one.body, bodies.MoveRequested) or one.number > cleared_number
+    )
 
 
-def _intended(state: RunState, event: Event) -> RunState:
-    body = event.body
-    memory, vcpus, every_s = body.get("memory_bytes"), body.get("vcpus"), body.get("checkpoint_every_s")
+def _intended(state: RunState, event: Event, body: bodies.AttemptIntended) -> RunState:
     attempt = AttemptState(
-        generation=int(body["generation"]),
-        number=int(body["attempt"]),
-        allocation=Allocation.from_dict(body["allocation"]),
-        reason=str(body.get("reason", "")),
-        spec_hash=str(body.get("spec_hash", "")),
-        memory_bytes=int(memory) if memory is not None else None,
-        vcpus=float(vcpus) if vcpus is not None else None,
-        checkpoint_every_s=float(every_s) if every_s is not None else None,
+        generation=body.generation,
+        number=body.attempt,
+        allocation=body.allocation,
+        reason=body.reason,
+        spec_hash=body.spec_hash,
+        memory_bytes=body.memory_bytes,
+        vcpus=body.vcpus,
+        checkpoint_every_s=body.checkpoint_every_s,
         intended_at=event.at,
     )
     return replace(state, attempts=(*state.attempts, attempt), refused=())
 
 
-def _change(state: RunState, event: Event, **changes: Any) -> RunState:
-    """Change the attempt that the event names; a late event about an older one changes nothing."""
-    last = state.attempts[-1] if state.attempts else None
-    key = (int(event.body["generation"]), int(event.body["attempt"]))
-    if last is None or (last.generation, last.number) != key or not last.is_live:
+def _change(state: RunState, body: bodies.AttemptBody, **changes: Any) -> RunState:
+    """Change the live attempt, if the event names it."""
+    last = state.live
+    if last is None or not _is_named(last, body):
         return state
     return replace(state, attempts=(*state.attempts[:-1], replace(last, **changes)))
 
 
-def _started(state: RunState, event: Event) -> RunState:
-    handle = event.body["handle"]
-    live = state.live
-    phase: AttemptPhase = "stopping" if live is not None and live.phase == "stopping" else "started"
-    return _change(state, event, phase=phase, handle=handle, started_at=event.at)
-
-
-def _stopping(state: RunState, event: Event) -> RunState:
-    body, target, request = event.body, event.body.get("target"), event.body.get("request")
+def _stopping(state: RunState, event: Event, body: bodies.AttemptStopping | bodies.MoveAccepted) -> RunState:
     return _change(
-        replace(state, pending=tuple(item for item in state.pending if item.number != request)),
-        event,
+        _answered(state, body.request),
+        body,
         phase="stopping",
-        stop_why=str(body.get("why", "move")),
+        stop_why=body.why,
         stop_number=event.number,
-        stop=body,
-        target=Allocation.from_dict(target) if target else None,
+        stop_reason=body.reason,
+        stop_align=body.align,
+        stop_grace_s=body.grace_s,
+        stop_request=body.request,
+        target=body.target,
         change=None,
         stopping_at=event.at,
     )
 
 
-def _accepted(state: RunState, event: Event) -> RunState:
-    """Apply an accepted move, which also asks the attempt to stop, in one event."""
-    return _answered(_stopping(state, event), event)
-
-
-def _deferred(state: RunState, event: Event) -> RunState:
-    return _change(_answered(state, event), event, next_allocation=Allocation.from_dict(event.body["target"]))
-
-
-def _change_intended(state: RunState, event: Event) -> RunState:
-    body = event.body
-    kind: ChangeKind = "rescale" if body["kind"] == "rescale" else "resize"
-    change = Change(kind, Allocation.from_dict(body["target"]), str(body.get("reason", "")), event.number)
-    return _change(_answered(state, event), event, change=change)
-
-
-def _changed(state: RunState, event: Event) -> RunState:
-    body, live = event.body, state.live
+def _changed(state: RunState, event: Event, body: bodies.Changed) -> RunState:
+    live = state.live
     if live is None or live.change is None:
         return state
-    step = body.get("step")
-    before = Before(live.allocation, event.at, step if isinstance(step, int) else None)
-    found: dict[str, Any] = {"allocation": live.change.target, "change": None, "next_allocation": None}
-    for name in ("handle", "memory_bytes", "vcpus"):
-        if body.get(name) is not None:
-            found[name] = body[name]
-    return _change(replace(state, refused=()), event, earlier=(*live.earlier, before), **found)
+    return _change(
+        replace(state, refused=()),
+        body,
+        earlier=(*live.earlier, Before(live.allocation, event.at, body.step)),
+        allocation=live.change.target,
+        change=None,
+        next_allocation=None,
+        handle=body.handle or live.handle,
+        memory_bytes=live.memory_bytes if body.memory_bytes is None else body.memory_bytes,
+        vcpus=live.vcpus if body.vcpus is None else body.vcpus,
+    )
 
 
-def _undone(state: RunState, event: Event) -> RunState:
-    return _change(state, event, change=None)
-
-
-def _ended(state: RunState, event: Event) -> RunState:
-    now = _change(state, event, phase="ended", ended=event.body, ended_at=event.at, ended_number=event.number)
-    return replace(now, pending=_without_old_stops(now.pending, now.cleared_number))
-
-
-def _of_ended(state: RunState, event: Event, **changes: Any) -> RunState:
+def _of_ended(state: RunState, body: bodies.AttemptBody, **changes: Any) -> RunState:
     """Change the ended attempt that the event names."""
     changed = (
-        replace(one, **changes) if _is_named(one, event.body) and not one.is_live else one
-        for one in state.attempts
+        replace(one, **changes) if _is_named(one, body) and not one.is_live else one for one in state.attempts
     )
     return replace(state, attempts=tuple(changed))
 
 
-def _unreleased(state: RunState, event: Event) -> RunState:
-    return _of_ended(state, event, unreleased=str(event.body.get("detail") or "not released"))
-
-
-def _released(state: RunState, event: Event) -> RunState:
+def _released(state: RunState, event: Event, body: bodies.AttemptReleased) -> RunState:
     """Use the backend's last bill if it is more complete than the one at the end."""
-    body = event.body
-    ended = next((one.ended for one in state.attempts if _is_named(one, body)), {})
-    reported = {name: body[name] for name in ("usage", "usd") if body.get(name) is not None}
-    return _of_ended(state, event, ended={**ended, **reported}, unreleased="", released_at=event.at)
+    end = next((one.end for one in state.attempts if _is_named(one, body)), None)
+    if end is not None:
+        usage = end.usage if body.usage is None else body.usage
+        end = replace(end, usage=usage, usd=end.usd if body.usd is None else body.usd)
+    return _of_ended(state, body, ended=end, unreleased="", released_at=event.at)
 
 
-def _is_named(attempt: AttemptState, body: Mapping[str, Any]) -> bool:
-    return (attempt.generation, attempt.number) == (body["generation"], body["attempt"])
+def _is_named(attempt: AttemptState, body: bodies.AttemptBody) -> bool:
+    return (attempt.generation, attempt.number) == (body.generation, body.attempt)
 
 
-def _requested(state: RunState, event: Event) -> RunState:
-    return replace(state, pending=(*state.pending, Request(event.number, event.type, event.body)))
+def _answered(state: RunState, request: int | None) -> RunState:
+    return replace(state, pending=tuple(item for item in state.pending if item.number != request))
 
 
-def _answered(state: RunState, event: Event) -> RunState:
-    number = int(event.body["request"])
-    return replace(state, pending=tuple(item for item in state.pending if item.number != number))
-
-
-def _refused(state: RunState, event: Event) -> RunState:
-    asked = next((item for item in state.pending if item.number == int(event.body["request"])), None)
-    now = _answered(state, event)
-    name = None if asked is None or asked.body.get("forced") else _target_name(asked)
-    if name is None:
+def _refused(state: RunState, event: Event, body: bodies.MoveRefused) -> RunState:
+    asked = next((item.body for item in state.pending if item.number == body.request), None)
+    now = _answered(state, body.request)
+    if not isinstance(asked, bodies.MoveRequested) or asked.forced or asked.target is None:
         return now
+    name = asked.target.name
     before = next((item.times for item in state.refused if item.target == name), 0)
     others = tuple(item for item in state.refused if item.target != name)
     return replace(now, refused=(*others, Refusal(name, before + 1, event.at))[-MOST_REFUSALS:])
-
-
-def _target_name(asked: Request) -> str | None:
-    """Return the target of a requested move; None if it is unreadable, which does not invalidate the log."""
-    try:
-        return Allocation.from_dict(asked.body["target"]).name
-    except (KeyError, ValueError, TypeError, AttributeError, OverflowError):
-        return None
-
-
-def _succeeded(state: RunState, event: Event) -> RunState:
-    return replace(state, status="succeeded", outputs=dict(event.body.get("outputs", {})), pending=())
-
-
-def _failed(state: RunState, event: Event) -> RunState:
-    reason, failure = str(event.body.get("reason", "")), str(event.body.get("failure", ""))
-    return replace(state, status="failed", reason=reason, failure=failure, pending=())
-
-
-def _stopped(state: RunState, event: Event) -> RunState:
-    return replace(state, status="stopped", reason=str(event.body.get("reason", "")), pending=())
-
-
-def _delivered(state: RunState, event: Event) -> RunState:
-    return replace(state, delivered=(*state.delivered, event.actor) if event.actor else state.delivered)
-
-
-def _accepted_by_airflow(state: RunState, event: Event) -> RunState:
-    is_current = int(event.body.get("generation", state.generation)) == state.generation
-    return replace(state, accepted=True) if is_current and state.delivered else state
-
-
-_APPLY: dict[str, Callable[[RunState, Event], RunState]] = {
-    "generation": _generation,
-    "owner": _owner,
-    "attempt-intended": _intended,
-    "attempt-started": _started,
-    "attempt-stopping": _stopping,
-    "attempt-ended": _ended,
-    "release-failed": _unreleased,
-    "attempt-released": _released,
-    "move-requested": _requested,
-    "move-accepted": _accepted,
-    "move-refused": _refused,
-    "move-deferred": _deferred,
-    "change-intended": _change_intended,
-    "changed": _changed,
-    "change-undone": _undone,
-    "stop-requested": _requested,
-    "succeeded": _succeeded,
-    "failed": _failed,
-    "stopped": _stopped,
-    "delivered": _delivered,
-    "accepted": _accepted_by_airflow,
-}

@@ -13,6 +13,7 @@ from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run.ends import End, NodeStatus, Observed, end_of
+from envscaler_airflow.run.event_bodies import MoveRequested, StopRequested
 from envscaler_airflow.run.events import Actor
 from envscaler_airflow.run.outcomes import Recovery, outcome_of
 from envscaler_airflow.run.state import AttemptState, Request, RunState, is_cleared
@@ -218,7 +219,7 @@ def _known_action(state: RunState, facts: Facts) -> Action:
     if live.phase == "intended":
         return _must_go(state, live, facts) or Action("carry-out", reason=live.reason)
     if live.handle is None:
-        return Action("discard", reason=f"was not started: {live.stop.get('reason') or live.stop_why}")
+        return Action("discard", reason=f"was not started: {live.stop_reason or live.stop_why}")
     return _while_live(state, live, facts)
 
 
@@ -227,7 +228,7 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
     if end is not None:
         return Action("end", end=end)
     if live.phase == "stopping":
-        moves = _first(state.pending, "move-requested")
+        moves = _first(state.pending, MoveRequested)
         if moves is not None:
             return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
         if facts.is_overdue:
@@ -289,7 +290,7 @@ def _has_trained(facts: Facts) -> bool:
 
 def _must_go(state: RunState, live: AttemptState, facts: Facts) -> Action | None:
     """Return the stop of an attempt that must not continue, nor start; None if it may."""
-    stop = _first(state.pending, "stop-requested")
+    stop = _first(state.pending, StopRequested)
     if stop is not None:
         return Action("stop", why=_why(stop), request=stop, reason=_reason(stop))
     if live.generation != state.generation:
@@ -307,7 +308,7 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
     head = facts.observed.head if facts.observed else None
     if head is not None and head.health == "stalled":
         return Action("stop", why="stalled", reason=head.message or "no step for many times the usual time")
-    move = _first(state.pending, "move-requested")
+    move = _first(state.pending, MoveRequested)
     if live.change is None:
         return Action("judge", request=move) if move is not None else None
     if move is not None:
@@ -318,11 +319,11 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
 
 def _why(stop: Request) -> str:
     """Return ``timeout`` if the task's time is over, else ``stop``."""
-    return "timeout" if stop.body.get("why") == "timeout" else "stop"
+    return "timeout" if stop.is_timeout else "stop"
 
 
 def _reason(stop: Request) -> str:
-    return str(stop.body.get("reason") or "requested to stop")
+    return stop.body.reason or "requested to stop"
 
 
 def _is_over_budget(facts: Facts) -> bool:
@@ -341,17 +342,17 @@ def _usd(amount: float | None) -> str:
     return usd_text(amount or 0.0)
 
 
-def _first(pending: Iterable[Request], kind: str) -> Request | None:
-    return next((item for item in pending if item.type == kind), None)
+def _first(pending: Iterable[Request], kind: type[MoveRequested | StopRequested]) -> Request | None:
+    return next((item for item in pending if isinstance(item.body, kind)), None)
 
 
 def _between_attempts(state: RunState, facts: Facts) -> Action:
-    move, last = _first(state.pending, "move-requested"), state.current
+    move, last = _first(state.pending, MoveRequested), state.current
     if move is not None:
         return Action("refuse", request=move, reason="no attempt is live; the request is stale")
     if last is not None and last.outcome == "succeeded":  # a stop that came with it has nothing to stop
-        return Action("succeed", extra={"outputs": dict(last.ended.get("outputs") or {})})
-    stop = _first(state.pending, "stop-requested")
+        return Action("succeed", extra={"outputs": dict(last.end.outputs or {})})
+    stop = _first(state.pending, StopRequested)
     if stop is not None:
         return _final(_why(stop), _reason(stop))
     if _is_over_budget(facts):
@@ -367,11 +368,10 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
     A stop is final: only a clear of the task after it lets the run continue.
     """
     if outcome_of(last.stop_why).is_final:
-        request = last.stop.get("request")
-        requested_at = request if isinstance(request, int) else last.stop_number
+        requested_at = last.stop_number if last.stop_request is None else last.stop_request
         if state.cleared_number > requested_at:
             return Action("start", reason=f"cleared after a stop ({last.stop_why})")
-        return _final(last.stop_why, str(last.stop.get("reason") or "requested to stop"))
+        return _final(last.stop_why, last.stop_reason or "requested to stop")
     if last.stop_why == "move" and last.target is not None:
         return Action(
             "start", reason="moved", target=last.target, memory_bytes=_still_fits(last, last.target)
@@ -412,8 +412,7 @@ def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
         return failure
     if not facts.backoff_is_over:
         return Action("wait", reason=f"after: {last.outcome}", backoff_s=backoff_s(counted))
-    detail = last.ended.get("detail")
-    reason = f"after: {last.outcome}" + (f" ({detail})" if detail else "")
+    reason = f"after: {last.outcome}" + (f" ({last.end.detail})" if last.end.detail else "")
     return Action("start", reason=reason, target=target, memory_bytes=memory)
 
 
@@ -423,7 +422,7 @@ def _has_money_left(state: RunState, facts: Facts) -> bool:
     That happens if the attempt waited unbilled, or had fewer nodes for a while. False for a stage with a
     deadline, which may also have ended it.
     """
-    if facts.budget_usd is None or facts.spent_usd is None or state.begun.get("deadline_s") is not None:
+    if facts.budget_usd is None or facts.spent_usd is None or state.begun.deadline_s is not None:
         return False
     return facts.budget_usd - facts.spent_usd >= WORTH_A_START * facts.budget_usd
 
@@ -464,14 +463,14 @@ def count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
 
 
 def _is_out_of_stock(attempt: AttemptState) -> bool:
-    return attempt.outcome == "not-started" and attempt.ended.get("failure", "capacity") == "capacity"
+    return attempt.outcome == "not-started" and attempt.end.failure in (None, "capacity")
 
 
 def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None:
     last = attempts[-1]
-    recovery, failure = outcome_of(last.outcome).recovery, str(last.ended.get("failure", ""))
+    recovery, failure = outcome_of(last.outcome).recovery, last.end.failure or ""
     if recovery == "next-offer" and outcome_of(failure).is_final:
-        return Action("fail", reason=str(last.ended.get("detail") or last.outcome), failure=failure)
+        return Action("fail", reason=last.end.detail or last.outcome, failure=failure)
     if recovery == "fail-if-repeated":
         if not _is_seen_to_train(last):
             return Action("fail", reason=_words(last, "before its first step was seen"), failure=last.outcome)
@@ -490,18 +489,18 @@ def _is_seen_to_train(attempt: AttemptState) -> bool:
     """Return True if it made a step or a checkpoint: code that reports no steps still makes checkpoints."""
     if attempt.step is None:
         return attempt.checkpoint_step is not None
-    return attempt.step > (attempt.ended.get("start_step") or 0)
+    return attempt.step > (attempt.end.start_step or 0)
 
 
 def _is_same_error(one: AttemptState, other: AttemptState) -> bool:
-    keys = ("outcome", "exit_code", "signal", "step")
-    return all(one.ended.get(key) == other.ended.get(key) for key in keys)
+    ends = [(end.outcome, end.exit_code, end.signal, end.step) for end in (one.end, other.end)]
+    return ends[0] == ends[1]
 
 
 def _words(last: AttemptState, when: str) -> str:
-    code = last.ended.get("exit_code")
+    code = last.end.exit_code
     exits = f", exit code {code}" if code is not None else ""
-    detail = last.ended.get("detail") or ""
+    detail = last.end.detail or ""
     if detail == f"exit code {code}":
         detail = ""
     return f"{last.outcome} {when}{exits}" + (f": {detail}" if detail else "")

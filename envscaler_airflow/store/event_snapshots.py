@@ -6,14 +6,10 @@ import hashlib
 import json
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow import __version__
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.run import RunState
-
-_STATE: TypeAdapter[RunState] = TypeAdapter(RunState)
 
 
 def pack(state: RunState, *, event: bytes) -> bytes:
@@ -23,7 +19,7 @@ def pack(state: RunState, *, event: bytes) -> bytes:
         "fold": __version__,
         "number": state.number,
         "event_sha256": hashlib.sha256(event).hexdigest(),
-        "state": _STATE.dump_python(state, mode="json"),
+        "state": state.to_dict(),
     }
     return json.dumps({**body, "sha256": _digest(body)}, separators=(",", ":")).encode()
 
@@ -42,7 +38,7 @@ def unpack(text: bytes, *, number: int, event: bytes) -> RunState:
         ours["event_sha256"] = hashlib.sha256(event).hexdigest()
         if said != _digest(body) or any(body.get(name) != value for name, value in ours.items()):
             raise ProtocolError(f"snapshot {number}: not of this run, version and number, or changed")
-        state = _STATE.validate_python(body["state"])
+        state = RunState.from_dict(body["state"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ProtocolError(f"snapshot {number}: {err!r}") from err
     if state.number != number:

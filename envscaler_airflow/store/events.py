@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
+from envscaler_airflow.run.event_bodies import EventBody
+from envscaler_airflow.store import event_snapshots as snapshots
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.clock import STEP_S
 
@@ -84,9 +85,7 @@ class EventLog:
         self._state = fold(waiting, state)
         return self._state
 
-    def append(
-        self, after: int, event_type: str, body: Mapping[str, Any], /, *, actor: Actor | None = None
-    ) -> Event | None:
+    def append(self, after: int, body: EventBody, /, *, actor: Actor | None = None) -> Event | None:
         """Try to append this event as number *after* + 1; None when another event has that number.
 
         After None the caller folds the new events and decides again.
@@ -97,21 +96,19 @@ class EventLog:
         """
         if after > self._known and self._text(after) is None:
             raise ProtocolError(f"{self._where(after)} is absent: an event cannot follow it")
-        event = Event(after + 1, event_type, body, self.writer, self._run.now(), actor)
+        event = Event(after + 1, body, self.writer, self._run.now(), actor)
         won = self._settle(event_name(event.number), event.to_json())
         self._known = max(self._known, event.number)
         return event if won else None
 
-    def append_request(
-        self, event_type: str, body: Mapping[str, Any], /, *, actor: Actor | None = None
-    ) -> Event:
+    def append_request(self, body: EventBody, /, *, actor: Actor | None = None) -> Event:
         """Append an event that needs no decision, at the next free number.
 
         Raises:
             StoreError: It is unknown whether the event was stored, or other writers won every race.
         """
         for _ in range(_REQUEST_TRIES):
-            event = self.append(self._last(), event_type, body, actor=actor)
+            event = self.append(self._last(), body, actor=actor)
             if event is not None:
                 return event
         raise StoreError(
@@ -197,8 +194,6 @@ class EventLog:
         return low
 
     def _snapshot(self, number: int) -> RunState | None:
-        from envscaler_airflow.store import event_snapshots as snapshots  # noqa: PLC0415 - pydantic, only for long runs
-
         try:
             text = self._run.read(snapshot_name(number), max_bytes=MAX_SNAPSHOT_BYTES)
             event = self._text(number)
@@ -212,8 +207,6 @@ class EventLog:
         """Write a snapshot of *state*, whose last event is *event*; replaces an invalid one."""
         if not self._snapshots:
             return
-        from envscaler_airflow.store import event_snapshots as snapshots  # noqa: PLC0415 - pydantic, only for long runs
-
         name, text = snapshot_name(state.number), snapshots.pack(state, event=event)
         if len(text) > MAX_SNAPSHOT_BYTES:
             return

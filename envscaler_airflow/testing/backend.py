@@ -12,7 +12,6 @@ from envscaler_airflow.backends.base import (
     AttemptStatus,
     Backend,
     CountsFree,
-    Handle,
     MarksNodes,
     RescalesInPlace,
     ResizesInPlace,
@@ -21,7 +20,7 @@ from envscaler_airflow.backends.base import (
 )
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.run import NodeState, NodeStatus
+from envscaler_airflow.run import Handle, NodeState, NodeStatus
 from envscaler_airflow.run.cost import UsageInterval
 
 

@@ -197,7 +197,7 @@ def _move(prefix: str, check: Check) -> dict[str, Any]:
 
 
 def _deadline(state: RunState) -> float | None:
-    seconds = state.begun.get("deadline_s")
-    if not isinstance(seconds, int | float) or state.begun_at is None:
+    seconds = state.begun.deadline_s
+    if seconds is None or state.begun_at is None:
         return None
     return state.begun_at + seconds

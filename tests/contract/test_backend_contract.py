@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from fakes import attempts
 
-from envscaler_airflow.backends.base import Backend, CountsFree, Handle
+from envscaler_airflow.backends.base import Backend, CountsFree
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import Handle
 from envscaler_airflow.testing import ScriptedBackend
 
 STANDINS = Path(__file__).parents[1] / "standins"

@@ -9,6 +9,7 @@ from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.run.event_bodies import Failed, NewGeneration, StopRequested
 from envscaler_airflow.store import EventLog, check_store, deployment_of, open_store
 from envscaler_airflow.store.run import Run
 
@@ -337,9 +338,9 @@ def test_of_two_events_with_one_number_one_stays(place, store):
     """The loser gets the refusal, folds, and appends its own event after the winner's."""
     mine, other = Run(store, "run").events, Run(open_store(*place), "run").events
 
-    won = mine.append(0, "generation", {"generation": 1, "spec_hash": "a"})
-    lost = other.append(0, "generation", {"generation": 1, "spec_hash": "b"})
-    request = other.append_request("stop-requested", {"reason": "r"})
+    won = mine.append(0, NewGeneration(generation=1, spec_hash="a"))
+    lost = other.append(0, NewGeneration(generation=1, spec_hash="b"))
+    request = other.append_request(StopRequested(reason="r"))
 
     assert lost is None
     assert request.number == 2
@@ -371,7 +372,7 @@ def test_an_event_whose_answer_was_lost_is_recognised(store):
     """The writer reads the number back and finds its own uuid."""
     log = Run(LostAnswer(store, written=True), "run").events
 
-    event = log.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    event = log.append(0, NewGeneration(generation=1, spec_hash="a"))
 
     assert event is not None
     assert Run(store, "run").events.read() == [event]
@@ -379,9 +380,9 @@ def test_an_event_whose_answer_was_lost_is_recognised(store):
 
 def test_a_lost_answer_hides_no_winner(store):
     """If the number has another writer's event, the race is lost: that is not an error."""
-    theirs = Run(store, "run").events.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    theirs = Run(store, "run").events.append(0, NewGeneration(generation=1, spec_hash="a"))
 
-    assert Run(LostAnswer(store, written=True), "run").events.append(0, "failed", {"reason": "x"}) is None
+    assert Run(LostAnswer(store, written=True), "run").events.append(0, Failed(reason="x")) is None
     assert Run(store, "run").events.read() == [theirs]
 
 
@@ -390,7 +391,7 @@ def test_an_event_that_did_not_arrive_is_an_error(store):
     log = Run(LostAnswer(store, written=False), "run").events
 
     with pytest.raises(StoreError, match="the answer was lost"):
-        log.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+        log.append(0, NewGeneration(generation=1, spec_hash="a"))
 
 
 def test_a_store_that_is_away_is_an_error_that_passes():

@@ -272,7 +272,7 @@ class StageRun:
         assert lives == sorted(set(lives)), f"two attempts made steps at the same time: {lives}"
         live: tuple[int, int] | None = None
         for event in self.events():
-            key = (event.body.get("generation"), event.body.get("attempt"))
+            key = (event.body.generation, event.body.attempt)
             if event.type == "attempt-intended":
                 assert live is None, f"{key} was intended while {live} was live"
                 live = key
@@ -282,7 +282,7 @@ class StageRun:
     def _check_resumes(self) -> None:
         committed: dict[int, int] = {}
         for attempt in self.state().attempts:
-            start = attempt.ended.get("start_step")
+            start = attempt.end.start_step
             if start is not None:
                 assert start >= committed.get(attempt.generation, 0), f"attempt {attempt.number} lost steps"
             if attempt.checkpoint_step is not None:

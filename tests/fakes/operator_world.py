@@ -16,7 +16,6 @@ from airflow.sdk.execution_time.context import NEVER_EXPIRE
 
 from envscaler_agent.protocol import Ended, Status, status_name
 from envscaler_airflow import EnvStageOperator
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.operators import execution
 from envscaler_airflow.store import check_store, open_store
 from envscaler_airflow.store.run import Run
@@ -143,7 +142,7 @@ class World:
     @property
     def handle(self):
         """Number of the live attempt."""
-        return Handle.from_dict(self.log.load().live.handle)
+        return self.log.load().live.handle
 
     def end(self, *, reason="succeeded", exit_code=0, lines=(), outputs=None):
         """End the live attempt."""

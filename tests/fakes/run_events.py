@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor, Event, fold
+from envscaler_airflow.run.event_bodies import read_body
 
 SMALL = Allocation(Offer("local", "", "cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=0.05))
 LARGE = Allocation(Offer("local", "", "cpu-2", "on-demand", vcpus=2, memory_gib=8, usd_per_hour=0.10))
@@ -16,7 +17,7 @@ RECREATED = Actor("ti-9", try_number=1, max_tries=3, life="two")
 def run(*steps):
     """State after events given as ``(type, body)`` or ``(type, body, actor)``."""
     events = [
-        Event(number, step[0], step[1], writer="w", actor=step[2] if len(step) > 2 else FIRST)
+        Event(number, read_body(step[0], step[1]), writer="w", actor=step[2] if len(step) > 2 else FIRST)
         for number, step in enumerate(steps, start=1)
     ]
     return fold(events)

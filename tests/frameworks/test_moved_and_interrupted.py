@@ -72,7 +72,7 @@ def test_lost_and_moved_it_ends_with_the_parameters_of_the_undisturbed(framework
     assert owner.returncode == 0, output
     attempts = run.state().attempts
     assert [each.outcome for each in attempts] == ["lost", "left", "succeeded"], output
-    starts = [each.ended["start_step"] for each in attempts[1:]]
+    starts = [each.end.start_step for each in attempts[1:]]
     assert starts[0] >= 10
     assert starts[1] > starts[0]
     assert difference(run.output(), undisturbed(framework, tmp_path / "whole", epochs=EPOCHS)) == 0

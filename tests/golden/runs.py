@@ -21,7 +21,6 @@ from envscaler_agent.protocol import (
     checkpoint_name,
     status_name,
 )
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import BackendError, BudgetError, CapacityError, RunFailedError
 from envscaler_airflow.owner.act import Controller
@@ -106,7 +105,7 @@ class Recorder:
     @property
     def handle(self):
         """Of the live attempt."""
-        return Handle.from_dict(self.live.handle)
+        return self.live.handle
 
     def report(self, step, *, ended=None, save=False, after_s=60.0):
         """After *after_s* seconds every node has made *step* steps, and saved where *save* is set."""

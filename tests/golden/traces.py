@@ -118,7 +118,7 @@ def _state(state):
     return {
         "accepted": state.accepted,
         "attempts": [_attempt(one) for one in state.attempts],
-        "begun": dict(state.begun),
+        "begun": fields_of(state.begun),
         "begun_at": state.begun_at,
         "begun_by": state.begun_by.to_dict(),
         "cleared_number": state.cleared_number,
@@ -128,7 +128,7 @@ def _state(state):
         "number": state.number,
         "outputs": dict(state.outputs),
         "owner": state.owner.to_dict(),
-        "pending": [f"{one.number} {one.type}" for one in state.pending],
+        "pending": [f"{one.number} {one.body.type}" for one in state.pending],
         "reason": state.reason,
         "refused": [f"{one.times} x {one.target} at {one.at}" for one in state.refused],
         "spec_hash": state.spec_hash,
@@ -137,14 +137,19 @@ def _state(state):
     }
 
 
+def fields_of(body):
+    """The fields of an event, as in its JSON."""
+    return {name: value for name, value in body.to_dict().items() if name != "type"}
+
+
 def _attempt(one):
     return {
         "allocation": one.allocation.to_dict(),
         "checkpoint_every_s": one.checkpoint_every_s,
         "checkpoint_step": one.checkpoint_step,
         "earlier": [f"{was.allocation.name} until {was.until}, step {was.step}" for was in one.earlier],
-        "ended": dict(one.ended),
-        "handle": None if one.handle is None else dict(one.handle),
+        "ended": {} if one.ended is None else fields_of(one.ended),
+        "handle": one.handle and one.handle.to_dict(),
         "memory_bytes": one.memory_bytes,
         "name": f"g{one.generation}-a{one.number}",
         "next_allocation": one.next_allocation and one.next_allocation.name,

@@ -18,6 +18,7 @@ from envscaler_airflow.hooks import states
 from envscaler_airflow.owner.reap import reap
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import Failed, NewGeneration, read_body
 from envscaler_airflow.store import RunKey, check_store, open_store
 from envscaler_airflow.store.run import Run
 
@@ -49,9 +50,11 @@ class World:
         handle = self.backend.submit(request)
         running(self.backend, handle)  # the Job recreates a pod that is deleted before it runs
         attempt = {"generation": 1, "attempt": 1}
-        log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=owner)
-        log.append(1, "attempt-intended", {**attempt, "allocation": ALLOCATION.to_dict()}, actor=owner)
-        log.append(2, "attempt-started", {**attempt, "handle": handle.to_dict()}, actor=owner)
+        log.append(0, NewGeneration(generation=1, spec_hash="h"), actor=owner)
+        log.append(
+            1, read_body("attempt-intended", {**attempt, "allocation": ALLOCATION.to_dict()}), actor=owner
+        )
+        log.append(2, read_body("attempt-started", {**attempt, "handle": handle.to_dict()}), actor=owner)
         return handle.name
 
     def live(self):
@@ -100,15 +103,15 @@ def test_a_live_attempt_whose_task_is_over_is_asked_to_go(world):
     assert [one["metadata"]["name"] for one in world.cluster.list(JOBS, "default")] == [good]
     state = Run(world.store, GONE).events.load()
     assert (state.status, [attempt.outcome for attempt in state.attempts]) == ("stopped", ["stopped"])
-    assert state.attempts[0].ended["usage"]
+    assert state.attempts[0].end.usage
 
 
 def test_a_job_whose_run_has_ended_is_removed(world):
     """Airflow is not asked: the run's events show the end."""
     name = world.run(GONE)
-    Run(world.store, GONE).events.append(3, "failed", {"generation": 1, "reason": "r"}, actor=None)
+    Run(world.store, GONE).events.append(3, Failed(generation=1, reason="r"), actor=None)
     ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
-    Run(world.store, GONE).events.append(4, "attempt-ended", ended, actor=None)
+    Run(world.store, GONE).events.append(4, read_body("attempt-ended", ended), actor=None)
 
     assert [one.handle.name for one in reap(world.store, world.backend)] == [name]
     assert world.cluster.list(JOBS, "default") == []
@@ -141,7 +144,7 @@ def test_a_store_that_holds_nothing_of_a_deployment_ends_nothing(world, tmp_path
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     (tmp_path / "store").mkdir()
     empty = open_store(world.store.url)
-    Run(empty, OTHER).events.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=None)
+    Run(empty, OTHER).events.append(0, NewGeneration(generation=1, spec_hash="h"), actor=None)
 
     assert list(reap(empty, world.backend)) == []
     assert world.live() == {name}
@@ -153,9 +156,9 @@ def test_a_run_that_cannot_be_told_is_left_alone(world, text):
     good, gone = world.run(GOOD), world.run(GONE)
     ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
     for key in (GOOD, GONE):
-        Run(world.store, key).events.append(3, "attempt-ended", ended, actor=None)
+        Run(world.store, key).events.append(3, read_body("attempt-ended", ended), actor=None)
     if text is None:
-        Run(world.store, GOOD).events.append(4, "attempt-revived", {}, actor=None)
+        Run(world.store, GOOD).events.append(4, read_body("attempt-revived", {}), actor=None)
     else:
         world.store.write(f"{GOOD.prefix}/events/000005.json", text)
 

@@ -178,7 +178,7 @@ def test_a_user_error_fails_the_second_time_at_the_same_step(shell):
     assert code == 0, output  # the second attempt restored beyond the failing branch and succeeded
     outcomes = [attempt.outcome for attempt in shell.state().attempts]
     assert outcomes == ["failed", "succeeded"]
-    assert shell.state().attempts[1].ended["start_step"] == 20
+    assert shell.state().attempts[1].end.start_step == 20
 
 
 def test_a_user_error_before_the_first_step_fails_at_once(shell):
@@ -229,7 +229,7 @@ def test_out_of_memory_gets_more_memory(shell):
     first, second = shell.state().attempts
     assert first.outcome == "out-of-memory"
     assert second.memory_bytes == 384 * 2**20
-    assert second.ended["start_step"] == 10
+    assert second.end.start_step == 10
 
 
 def test_a_stall_is_ended_and_started_again(shell):
@@ -250,7 +250,7 @@ def test_a_lost_machine_resumes_from_the_last_good_checkpoint(shell):
     first, second = shell.state().attempts
     assert owner.returncode == 0, output
     assert first.outcome == "lost"
-    assert second.ended["start_step"] >= 10
+    assert second.end.start_step >= 10
     assert shell.stage_processes() == []
 
 
@@ -284,7 +284,7 @@ def test_a_cancelled_run_saves_and_stops_and_is_taken_up_again(shell):
     assert after_stop == []
     assert code == 0, output
     second = shell.state().attempts[1]
-    assert second.ended["start_step"] >= 5
+    assert second.end.start_step >= 5
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
@@ -357,7 +357,7 @@ def test_a_fresh_run_begins_from_a_named_checkpoint_of_another(shell):
 ELSEWHERE = """
 import json, sys
 from envscaler_airflow.backends import create_backend
-from envscaler_airflow.backends.base import Handle
+from envscaler_airflow.run import Handle
 from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.store.base import open_store

@@ -7,12 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envscaler_airflow.backends.base import (
-    AttemptRequest,
-    AttemptStatus,
-    Handle,
-    ResizeState,
-)
+from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, ResizeState
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.capacity import free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect, located
@@ -46,7 +41,7 @@ from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
 from envscaler_airflow.backends.kubernetes.usage import came_late, usage_of
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
-from envscaler_airflow.run import Outcome, outcome_of
+from envscaler_airflow.run import Handle, Outcome, outcome_of
 from envscaler_airflow.run.cost import UsageInterval
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from envscaler_airflow.backends.base import AttemptRequest, Handle
+from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.run import Handle
 
 Json = dict[str, Any]
 

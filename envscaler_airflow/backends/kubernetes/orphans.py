@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.backend import KubernetesBackend
 from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.backends.kubernetes.job_snapshot import job_end, timestamp
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.run import RunState
+from envscaler_airflow.run import Handle, RunState
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from envscaler_agent.process import ADDRESS as MEETING
-from envscaler_airflow.backends.base import (
-    AttemptRequest,
-    AttemptStatus,
-    Backend,
-    Handle,
-    NodeEnd,
-)
+from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, Backend, NodeEnd
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.environment import node_env, training_pythonpath
 from envscaler_airflow.backends.local.machine import Machine, this_machine
@@ -43,6 +37,7 @@ from envscaler_airflow.backends.local.shares import (
 from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.run import Handle
 from envscaler_airflow.run.cost import UsageInterval
 
 START_PATIENCE_S = 30.0

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.cgroups import Cage
 from envscaler_airflow.backends.local.machine import Identity
 from envscaler_airflow.backends.local.processes import ProcessId, Survivors
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.run import NodeStatus
+from envscaler_airflow.run import Handle, NodeStatus
 from envscaler_airflow.run.cost import UsageInterval
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from envscaler_airflow import EnvStageOperator
-from envscaler_airflow.backends.base import AttemptRequest, Handle
+from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.run import Handle
 
 GATES = Path(os.environ.get("E2E_GATES", "/nonexistent"))
 submit = LocalBackend.submit

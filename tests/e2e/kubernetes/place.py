@@ -12,7 +12,6 @@ import yaml
 from fakes import attempts
 
 from envscaler_agent.protocol import Control
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.client import RefusedError
 from envscaler_airflow.envspec import EnvSpec
@@ -226,7 +225,7 @@ class ClusterRun:
 
     def handle(self):
         """Number of the live attempt."""
-        return Handle.from_dict(self.state().live.handle)
+        return self.state().live.handle
 
     def alone(self, allocation):
         """Start one attempt on *allocation* without an owner; returns its handle."""

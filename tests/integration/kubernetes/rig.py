@@ -4,7 +4,6 @@ import time
 
 from fakes import attempts
 
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner.act import Controller
@@ -56,7 +55,7 @@ class Stagehand:
     @property
     def handle(self):
         """Handle of the newest attempt."""
-        return Handle.from_dict(self.state.attempts[-1].handle)
+        return self.state.attempts[-1].handle
 
     def node(self):
         """The backend's status of node 0."""

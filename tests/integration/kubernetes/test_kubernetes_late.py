@@ -41,7 +41,7 @@ def test_a_refusal_that_is_told_late_fails_the_run(cluster, stage, refuse, spec,
 
     state = run.state
     assert (state.status, state.failure) == ("failed", "refused")
-    assert state.attempts[-1].ended["usage"] == []
+    assert state.attempts[-1].end.usage == []
     eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
 
 
@@ -58,7 +58,7 @@ def test_a_pod_that_is_made_again_and_refused_ends_the_run(cluster, stage):
     with pytest.raises(RunFailedError, match="denied the request: frozen"):
         run.goes_on(lambda _state: False)
     [ended] = [attempt.ended for attempt in run.state.attempts]
-    assert all(end is not None for _node, _start, end in ended["usage"])
+    assert all(end is not None for _node, _start, end in ended.usage)
 
 
 def test_a_quota_that_is_told_late_is_waited_for_and_not_billed(cluster, connect, monkeypatch):
@@ -147,8 +147,8 @@ def test_a_volume_that_other_nodes_reach_is_no_lack_of_machines(cluster, stage):
     run.owner.enter()
 
     first = run.state.attempts[0]
-    assert (first.outcome, first.ended["failure"]) == ("not-started", "backend")
-    assert "PersistentVolume's node affinity" in first.ended["detail"]
+    assert (first.outcome, first.end.failure) == ("not-started", "backend")
+    assert "PersistentVolume's node affinity" in first.end.detail
     assert stockouts(run.store, now=cluster.clock.now()) == []
 
 
@@ -165,7 +165,7 @@ def test_a_volume_that_no_node_reaches_in_time_leads_to_the_next_offer(cluster, 
     state = run.goes_on(lambda state: len(state.attempts) > 1)
 
     first = state.attempts[0]
-    assert (first.outcome, first.ended["failure"]) == ("not-started", "placement")
+    assert (first.outcome, first.end.failure) == ("not-started", "placement")
     assert stockouts(run.store, now=cluster.clock.now()) == []
 
 
@@ -180,7 +180,7 @@ def test_no_node_in_time_is_a_lack_of_machines(cluster, stage):
     state = run.goes_on(lambda state: state.attempts[0].outcome)
 
     first = state.attempts[0]
-    assert (first.outcome, first.ended["failure"]) == ("not-started", "capacity")
+    assert (first.outcome, first.end.failure) == ("not-started", "capacity")
 
 
 def test_a_pod_that_its_ready_node_cannot_end_holds_no_stage_for_ever(cluster, stage):
@@ -256,7 +256,7 @@ def test_a_task_that_was_marked_failed_leaves_nothing_open(cluster, stage, monke
 
     [attempt] = state.attempts
     [job] = ours(cluster, JOBS)
-    [[_node, start, end]] = attempt.ended["usage"]
+    [[_node, start, end]] = attempt.end.usage
     assert (state.status, attempt.outcome) == ("stopped", "stopped")
     assert 1800 <= end - start < 2000
     assert job["spec"]["ttlSecondsAfterFinished"] == 3600

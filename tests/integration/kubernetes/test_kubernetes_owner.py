@@ -87,8 +87,8 @@ def test_growing_beyond_what_is_free_is_refused(cluster, stage):
     last = move(run, Allocation(run.state.live.allocation.offer, 101))
 
     assert last.type == "move-refused"
-    assert "100 more nodes" in last.body["reason"]
-    assert "are free" in last.body["reason"]
+    assert "100 more nodes" in last.body.reason
+    assert "are free" in last.body.reason
     assert len(cluster.list(PODS, "default")) == 1
 
 
@@ -100,8 +100,8 @@ def test_a_cluster_that_cannot_resize_gets_a_next_attempt(cluster, stage):
 
     last = move(run, Allocation(offer_of(run.backend, 2)))
 
-    assert (last.type, last.body["why"]) == ("attempt-stopping", "move")
-    assert last.body["reason"].endswith("in place it is infeasible")
+    assert (last.type, last.body.why) == ("attempt-stopping", "move")
+    assert last.body.reason.endswith("in place it is infeasible")
 
 
 def reported(run, sequence):

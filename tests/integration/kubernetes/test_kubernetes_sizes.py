@@ -23,7 +23,7 @@ STARTED = 1e6
 def attempt_of(handle):
     """A live attempt, a dollar an hour."""
     priced = replace(OFFER, usd_per_hour=1.0)
-    return AttemptState(1, 1, Allocation(priced), started_at=STARTED, handle=handle.to_dict())
+    return AttemptState(1, 1, Allocation(priced), started_at=STARTED, handle=handle)
 
 
 def test_a_mixed_attempt_is_a_job_for_each_offer(cluster, connect):
@@ -209,7 +209,7 @@ def test_pods_that_went_when_it_shrank_are_still_paid_for(cluster, connect):
     eventually(lambda: len(cluster.list(PODS, "default")), lambda count: count == 1)
     before = Before(Allocation(OFFER, nodes=3), until=began + 3600)
 
-    live = AttemptState(1, 1, Allocation(OFFER), started_at=began, earlier=(before,), handle=shrunk.to_dict())
+    live = AttemptState(1, 1, Allocation(OFFER), started_at=began, earlier=(before,), handle=shrunk)
     found = usage_of(backend, live)
 
     assert [item.node for item in backend.usage(shrunk)] == [0]

@@ -4,11 +4,11 @@ import pytest
 from fakes.kubernetes import JOBS, QUOTAS
 from integration.kubernetes.rig import OFFER, eventually, over, request_for, running
 
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.backends.kubernetes.shared_watch import Kept, View
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import Handle
 
 
 def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):

@@ -28,6 +28,7 @@ from envscaler_airflow.cli.demo import (
 from envscaler_airflow.cli.follow import StageStory
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.airflow_api import AirflowApi
@@ -54,7 +55,7 @@ class RecordedRun:
     def append(self, kind, **body):
         """Append one event; those of an attempt name generation 1."""
         whole = {"generation": 1, **body} if "attempt" in body or kind == "generation" else body
-        self.number = self.log.append(self.number, kind, whole, actor=OWNER).number
+        self.number = self.log.append(self.number, read_body(kind, whole), actor=OWNER).number
 
     def begin(self, attempt, cpus, reason):
         """Intend and start an attempt."""

@@ -19,6 +19,7 @@ from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Stage, Waiting, Watching
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor, AttemptState, RunState
+from envscaler_airflow.run.event_bodies import AttemptEnded, NewGeneration, read_body
 from envscaler_airflow.store import check_store, open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
@@ -72,7 +73,7 @@ def owner(store):
 
 def ended(**body):
     """A run whose attempt failed in this way."""
-    last = replace(LIVE, phase="ended", ended={"outcome": "failed", **body})
+    last = replace(LIVE, phase="ended", ended=AttemptEnded(generation=1, attempt=1, outcome="failed", **body))
     return RunState(status="failed", generation=1, attempts=(last,), failure="failed")
 
 
@@ -186,20 +187,20 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch, number):
 def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):
     """The backend's own message about an attempt that could not start (F6)."""
     log = Run(store, KEY).events
-    log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("me"))
+    log.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"), actor=Actor("me"))
     intended = {"generation": 1, "attempt": 1, "allocation": CPU.to_dict(), "reason": "r"}
-    log.append(1, "attempt-intended", intended, actor=Actor("me"))
+    log.append(1, read_body("attempt-intended", intended), actor=Actor("me"))
     detail = "local/cpu-2: needs 2 CPUs; free are 0 CPUs; in use by shell/hog/tiny (node 0)"
     body = {"generation": 1, "attempt": 1, "outcome": "not-started", "failure": "capacity", "detail": detail}
-    log.append(2, "attempt-ended", body, actor=Actor("me"))
+    log.append(2, read_body("attempt-ended", body), actor=Actor("me"))
 
     owner._on_wait(Waiting(Watching(3, 1, backoff_s=10.0), "after: not-started"))
     for attempt, number in ((2, 3), (3, 5)):
         offer = CPU if attempt == 2 else BIG
         intended = {"generation": 1, "attempt": attempt, "allocation": offer.to_dict()}
         because = {"reason": f"after: not-started ({detail})"}
-        log.append(number, "attempt-intended", intended | because, actor=Actor("me"))
-        log.append(number + 1, "attempt-ended", body | {"attempt": attempt}, actor=Actor("me"))
+        log.append(number, read_body("attempt-intended", intended | because), actor=Actor("me"))
+        log.append(number + 1, read_body("attempt-ended", body | {"attempt": attempt}), actor=Actor("me"))
         owner._on_wait(Waiting(Watching(number + 2, 1, backoff_s=80.0), "after: not-started"))
 
     assert owner.voice.lines == [
@@ -238,7 +239,7 @@ def test_an_error_of_the_store_is_said(owner):
 def test_a_run_that_could_not_begin_is_recorded_as_failed(owner, store):
     """It would look active for ever (F5)."""
     log = Run(store, KEY).events
-    log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("me"))
+    log.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"), actor=Actor("me"))
     owner._holder.controller = Ended(NoOfferError("nothing fits"))
 
     with pytest.raises(NoOfferError):
@@ -252,7 +253,7 @@ def test_a_run_that_could_not_begin_is_recorded_as_failed(owner, store):
 def test_a_run_of_another_is_not_ended(owner, store, err):
     """Nor one that may start when the store answers again."""
     log = Run(store, KEY).events
-    log.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"}, actor=Actor("another"))
+    log.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"), actor=Actor("another"))
     owner._holder.controller = Ended(err)
 
     with pytest.raises(StoreError):

@@ -20,6 +20,7 @@ from envscaler_airflow.cli.tables import RunRow, print_runs
 from envscaler_airflow.images.locks import LOCK, Lock
 from envscaler_airflow.owner.act import Controller
 from envscaler_airflow.run import Actor, RunState
+from envscaler_airflow.run.event_bodies import NewGeneration, NewOwner, Stopped, read_body
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import event_name
 from envscaler_airflow.store.run import Run
@@ -36,7 +37,7 @@ def store(tmp_path):
     made = open_store(f"file://{tmp_path}/store")
     made.write(f"{IN_CONTAINER}/{LOCK}", Lock("train", "3.11", image="localhost/train:1").to_text().encode())
     made.write(f"{NOT_BEGUN}/{LOCK}", Lock("train", "3.11").to_text().encode())
-    Run(made, BEGUN).events.append(0, "generation", {"generation": 1, "reason": "entered", "spec_hash": "0"})
+    Run(made, BEGUN).events.append(0, NewGeneration(generation=1, reason="entered", spec_hash="0"))
     return made
 
 
@@ -82,7 +83,7 @@ def test_a_torn_run_is_listed_beside_the_others(call, store, name):
 def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
     """As given to ``submit --name``, and as its folder is written; another name finds nothing."""
     key = shell_key(store, name, "train")
-    Run(store, key).events.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
+    Run(store, key).events.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"))
 
     for words in (name, key.prefix, key.prefix.split("/")[2]):
         assert json.loads(call("status", "--json", words).stdout)["run"] == key.prefix
@@ -93,7 +94,7 @@ def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
 def test_who_waits_for_a_run_without_an_owner_is_told(store):
     """Its lease is not renewed three times: the shell would wait for ever. Until then it waits."""
     now, looks = [0.0], []
-    Run(store, BEGUN).events.append(1, "owner", {"reason": "r"}, actor=Actor("airflow"))
+    Run(store, BEGUN).events.append(1, NewOwner(reason="r"), actor=Actor("airflow"))
 
     def sleep(seconds):
         now[0] += seconds
@@ -114,7 +115,7 @@ class TestOwners:
     @pytest.fixture
     def owned(self, store):
         """A run that this process owns."""
-        Run(store, BEGUN).events.append(1, "owner", {"reason": "r"}, actor=Actor("me"))
+        Run(store, BEGUN).events.append(1, NewOwner(reason="r"), actor=Actor("me"))
         write_owner(Run(store, BEGUN), "me", ScriptedBackend(()))
         return Run(store, BEGUN).events.load()
 
@@ -183,8 +184,8 @@ def test_who_follows_a_run_that_no_owner_watches_is_told(call, store, monkeypatc
 def test_a_list_is_filtered_by_status_name_and_age(call, store):
     """Several statuses, separated by commas; an unknown one is refused (F5)."""
     old = Run(store, "d/shell/old/train/-1", clock=lambda: 1000.0).events
-    old.append(0, "generation", {"generation": 1, "reason": "r", "spec_hash": "0"})
-    old.append(1, "stopped", {"generation": 1, "reason": "asked"})
+    old.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"))
+    old.append(1, Stopped(generation=1, reason="asked"))
 
     def names(*words):
         return [one["run"].split("/")[2] for one in json.loads(call("status", "--json", *words).stdout)]
@@ -213,14 +214,14 @@ def test_a_run_of_airflow_that_no_owner_watches_keeps_its_owner(call, store):
     """Only its task may take it over: the request waits for the next try, and cancel reports that (F5)."""
     prefix = "d/retrain/manual/train/-1"
     begun = {"generation": 1, "reason": "entered", "spec_hash": "0"}
-    Run(store, prefix).events.append(0, "generation", begun, actor=Actor("ti-1"))
+    Run(store, prefix).events.append(0, read_body("generation", begun), actor=Actor("ti-1"))
 
     got = call("cancel", "--wait", "retrain/manual/train")
 
     assert "no owner watches it: Airflow, try 1, it has no lease" in got.stdout
     assert "the next try of its task finds the request and stops" in got.stdout
     assert Run(store, prefix).events.load().owner.ti_id == "ti-1"
-    assert [item.type for item in Run(store, prefix).events.load().pending] == ["stop-requested"]
+    assert [item.body.type for item in Run(store, prefix).events.load().pending] == ["stop-requested"]
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])
@@ -230,7 +231,7 @@ def test_who_is_interrupted_before_the_run_is_theirs_stops_nobody(store, monkeyp
     spec.write_text("version: v1\nname: train\nbase: {image: a:1}\nentrypoint: [python3, -V]\n")
     key, owner = shell_key(store, "held", "train"), Actor("another")
     begun = {"generation": 1, "reason": "entered", "spec_hash": "0"}
-    Run(store, key).events.append(0, "generation", begun, actor=owner)
+    Run(store, key).events.append(0, read_body("generation", begun), actor=owner)
 
     def interrupted(_controller):
         raise KeyboardInterrupt

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import NewGeneration
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.run import Run
 
@@ -123,7 +124,7 @@ def test_init_says_where_the_next_command_is_typed(shell):
 def test_explain_without_a_check_says_so_as_json_too(shell, tmp_path):
     """Nothing was printed at all (F6)."""
     log = Run(open_store(f"file://{tmp_path}/store"), "d/shell/one/toy/-1").events
-    log.append(0, "generation", {"generation": 1, "spec_hash": "0", "reason": "first"}, actor=Actor("t"))
+    log.append(0, NewGeneration(generation=1, spec_hash="0", reason="first"), actor=Actor("t"))
 
     for words in ((), ("--json",)):
         assert (

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from envscaler_airflow.cli import main
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
@@ -33,7 +34,7 @@ class Story:
 
     def add(self, kind, **body):
         """Append an event."""
-        self.log.append(self.events, kind, {"generation": 1, **body}, actor=Actor("t"))
+        self.log.append(self.events, read_body(kind, {"generation": 1, **body}), actor=Actor("t"))
         self.events += 1
 
     def attempt(self, place, *, outcome, **ended):

@@ -16,6 +16,7 @@ from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.run import Event, RunState
 from envscaler_airflow.run.cost import UsageInterval, Use, bill
+from envscaler_airflow.run.event_bodies import Failed
 from envscaler_airflow.run.narration import describe
 
 
@@ -33,7 +34,7 @@ def test_words_in_brackets_are_shown_as_they_are(capsys, words):
 def test_nothing_that_a_node_says_steers_the_terminal(capsys):
     """No escape sequence, no second line that looks like ours."""
     print_run(RunRow("d/run", "failed"), [Status(message="\x1b[2J\x1b]0;title\x07\nnode 1: ended, ok")])
-    told = describe(Event(1, "failed", {"reason": "\x1b[2Jx\ny"}), RunState())
+    told = describe(Event(1, Failed(reason="\x1b[2Jx\ny")), RunState())
 
     shown = capsys.readouterr().out
     assert "\x1b" not in shown

@@ -18,6 +18,7 @@ from envscaler_airflow.hooks.checkpoint import CheckpointHook
 from envscaler_airflow.hooks.secrets import resolve_secret
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import NewGeneration
 from envscaler_airflow.store import (
     check_store,
     checkpoints,
@@ -262,7 +263,7 @@ def hook(tmp_path, monkeypatch):
     made = CheckpointHook()
     key = made.key("dag", "run", "train")
     log = Run(store, key).events
-    log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=Actor("ti", 1, 3))
+    log.append(0, NewGeneration(generation=1, spec_hash="h"), actor=Actor("ti", 1, 3))
     for step in (10, 20):
         save(Run(store, key), tmp_path, step)
     return made

@@ -58,7 +58,7 @@ def test_a_point_in_time_stays_where_it_is(world, monkeypatch, again):
     deadline = datetime.now(UTC) + timedelta(hours=1)
     operator, ti = world.operator(deadline=deadline), Ti()
     world.execute(operator, ti)
-    recorded, begun = world.log.load().begun["deadline_s"], world.log.load().begun_at
+    recorded, begun = world.log.load().begun.deadline_s, world.log.load().begun_at
     del seen[:]
 
     if again == "resume":
@@ -248,7 +248,7 @@ def test_an_empty_checkpoint_to_begin_from_is_none(world):
     """An empty field of the trigger form renders to an empty string; a machine would look for it and fail."""
     world.execute(world.operator(restore_from=""))
 
-    assert "restore_from" not in world.log.load().begun
+    assert world.log.load().begun.restore_from is None
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "lots"])

@@ -11,6 +11,7 @@ from envscaler_airflow.operators import execution
 from envscaler_airflow.owner.retry import is_passing, postponed
 from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Wake, Watching
+from envscaler_airflow.run.event_bodies import StopRequested
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ManualClock
 from envscaler_airflow.triggers.stage_trigger import settle_s
@@ -187,7 +188,7 @@ def test_a_request_that_came_in_a_pause_is_not_lost(world):
     clock = ManualClock()
     known = watching_of(world.execute(world.operator()))
     watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
-    world.log.append_request("stop-requested", {"reason": "enough"})
+    world.log.append_request(StopRequested(reason="enough"))
     early = [watch.poll(), watch.poll()]
     clock.advance(15)
 

@@ -9,6 +9,7 @@ import pytest
 from envscaler_agent.protocol import log_name
 from envscaler_airflow.operators import execution
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store import check_store, open_store
 from envscaler_airflow.store.lease import TaskLog, read_task_log, write_task_log
 from envscaler_airflow.store.run import Run
@@ -33,7 +34,7 @@ class TaskLogView:
 
     def append(self, kind, **body):
         """Append one event of generation 1."""
-        self.events.append(self.number, kind, body)
+        self.events.append(self.number, read_body(kind, body))
         self.number += 1
 
     def start(self, attempt, nodes=1):

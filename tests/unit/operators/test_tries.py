@@ -60,7 +60,7 @@ def test_each_event_of_an_owner_says_who_it_is_and_what_it_runs(world):
 
     life, own = world.dag_run_keeps[LIFE_KEY], ("generation", "owner")
     events = [event for event in world.log.read() if event.type in own]
-    first, retry, clear = (event.body["spec_hash"] for event in events)
+    first, retry, clear = (event.body.spec_hash for event in events)
     assert [event.actor for event in events] == [
         Actor("ti-1", 1, 3, life),
         Actor("ti-2", 2, 3, life),

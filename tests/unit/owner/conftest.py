@@ -14,7 +14,6 @@ from envscaler_agent.protocol import (
     control_name,
     status_name,
 )
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.owner.act import Controller
 from envscaler_airflow.owner.request import request_move
@@ -138,7 +137,7 @@ class World:
     @property
     def handle(self):
         """Return the handle of the running attempt."""
-        return Handle.from_dict(self.state.live.handle)
+        return self.state.live.handle
 
     def say(
         self,
@@ -219,7 +218,9 @@ class World:
 
     def answer(self, request):
         """Return the owner's answer to *request*."""
-        return next(event for event in self.log.read() if event.body.get("request") == request.number)
+        return next(
+            event for event in self.log.read() if getattr(event.body, "request", None) == request.number
+        )
 
     def watch(self, waiting):
         """Return what a trigger sees first."""

@@ -14,8 +14,9 @@ from envscaler_airflow.owner.report import run_bill, run_report
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.owner.usage import until_now, with_removed
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run import AttemptState, Handle, RunState
 from envscaler_airflow.run.cost import UsageInterval
+from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.run.state import Before
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing.backend import cpu_offer
@@ -58,7 +59,7 @@ def test_nodes_that_came_in_place_are_paid_from_then(off_s):
 def test_what_waited_for_its_node_is_paid_from_that_on(off_s, end_h):
     """Ten hours in a queue, an hour on a machine: one node-hour, both while it runs and after it ended."""
     made = dt.datetime.fromtimestamp(1e6 + off_s, dt.UTC).isoformat()
-    queued = replace(attempt(1), handle={"details": {"created": made}})
+    queued = replace(attempt(1), handle=Handle("scripted", "a", {"created": made}))
     held = [UsageInterval(0, 1e6 + off_s + 10 * HOUR, end_h and 1e6 + off_s + end_h * HOUR)]
 
     assert facts.usd_of(queued, held, now=1e6 + 11 * HOUR) == pytest.approx(1.0)
@@ -71,10 +72,11 @@ def test_what_waited_and_was_changed_in_place_is_paid_by_its_prices(off_s):
     dear = replace(OFFER, instance_type="cpu-2", usd_per_hour=2.0)
     before = Before(Allocation(OFFER, 2), 1e6 + 20 * HOUR)
     live = replace(attempt(1), allocation=Allocation(dear, 1), earlier=(before,))
-    live = replace(live, handle={"details": {"created": made}})
+    live = replace(live, handle=Handle("scripted", "a", {"created": made}))
     held = with_removed([UsageInterval(0, 1e6 + off_s + 10 * HOUR, None)], live)
-    rows = [[one.node, one.start, one.end or 1e6 + off_s + 21 * HOUR] for one in held]
-    over = replace(live, phase="ended", ended={"outcome": "succeeded", "usage": rows})
+    rows = tuple((one.node, one.start, one.end or 1e6 + off_s + 21 * HOUR) for one in held)
+    end = AttemptEnded(generation=1, attempt=1, outcome="succeeded", usage=rows)
+    over = replace(live, phase="ended", ended=end)
     told = run_report(RunState(generation=1, attempts=(over,)), now=1e6 + 21 * HOUR)
 
     assert facts.usd_of(live, held, now=1e6 + 21 * HOUR) == pytest.approx(22.0)
@@ -114,7 +116,7 @@ def test_what_was_deleted_with_its_times_is_not_free(world):
     owner.resume(Wake("status"))
 
     [attempt] = world.state.attempts
-    assert (attempt.outcome, attempt.ended.get("usd"), attempt.ended.get("usage")) == ("lost", None, None)
+    assert (attempt.outcome, attempt.end.usd, attempt.end.usage) == ("lost", None, None)
     price = attempt.allocation.usd_per_hour
     assert facts.spent_usd(world.state, world.backend, now=world.clock.time()) == pytest.approx(10 * price)
 
@@ -141,6 +143,6 @@ def test_what_was_deleted_with_its_times_is_billed_by_its_statuses(world):
     [attempt] = world.state.attempts
     price = attempt.allocation.usd_per_hour
     bill = run_bill(world.state, now=world.clock.time())
-    assert [end - start for _node, start, end in attempt.ended["usage"]] == [4 * HOUR, 2.5 * HOUR]
+    assert [end - start for _node, start, end in attempt.end.usage] == [4 * HOUR, 2.5 * HOUR]
     assert (bill.usd, bill.known_usd) == (None, pytest.approx(6.5 * price))
     assert facts.spent_usd(world.state, world.backend, now=world.clock.time()) == pytest.approx(10 * price)

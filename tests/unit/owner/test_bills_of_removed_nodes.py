@@ -7,7 +7,7 @@ import pytest
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.usage import with_removed
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.run import AttemptState
+from envscaler_airflow.run import AttemptState, Handle
 from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.state import Before
 from envscaler_airflow.testing.backend import cpu_offer
@@ -22,7 +22,13 @@ def attempt(*history):
     *earlier, (nodes, _) = history
     before = tuple(Before(Allocation(OFFER, count), START + hours * HOUR) for count, hours in earlier)
     return AttemptState(
-        1, 1, Allocation(OFFER, nodes), phase="started", started_at=START, earlier=before, handle={}
+        1,
+        1,
+        Allocation(OFFER, nodes),
+        phase="started",
+        started_at=START,
+        earlier=before,
+        handle=Handle("scripted", "a"),
     )
 
 
@@ -81,9 +87,8 @@ class Shows:
         return held((0, 0, None))
 
 
-def test_the_bill_asks_for_both(monkeypatch):
+def test_the_bill_asks_for_both():
     """For a running attempt, for its budget, and for one that has ended."""
-    monkeypatch.setattr(facts.Handle, "from_dict", classmethod(lambda _cls, body: body))
     live = attempt((2, 10), (1, None))
 
     assert facts.usage_of(Shows(), live) == held((0, 0, None), (1, 0, 10))

@@ -46,7 +46,7 @@ def test_a_killed_run_gets_its_end_its_cost_and_its_report(world, no_wait):
 
     [attempt] = state.attempts
     assert (state.status, attempt.outcome) == ("stopped", "left")
-    assert attempt.ended["usd"] > 0
+    assert attempt.end.usd > 0
     assert ("release", handle.name) in world.backend.calls
     result = json.loads(world.store.read(f"{world.prefix}/result.json"))
     assert result["status"] == "stopped"

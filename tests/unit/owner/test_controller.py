@@ -88,7 +88,7 @@ def test_a_move_to_what_is_not_offered_is_refused(world):
 
     answer = world.answer(request)
     assert isinstance(got, Waiting)
-    assert (answer.type, answer.body["reason"]) == (
+    assert (answer.type, answer.body.reason) == (
         "move-refused",
         "scripted/cpu-64/on-demand is no longer offered",
     )
@@ -275,10 +275,10 @@ def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
     owner = world.controller()
     append, landed = owner._run.events.append, []
 
-    def append_late(after, kind, body, *, actor):
+    def append_late(after, body, *, actor):
         if not landed:
             landed.append(request_stop(Run(world.store, world.prefix), reason="late", by="me"))
-        return append(after, kind, body, actor=actor)
+        return append(after, body, actor=actor)
 
     owner._run.events.append = append_late
     owner.enter()

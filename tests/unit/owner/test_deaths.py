@@ -25,13 +25,13 @@ def check_complete(world):
     """Check that nothing runs or is left, no intent is open, and each attempt that ran has its bill."""
     state = world.state
     submitted = {name for method, name in world.backend.calls if method == "submit"}
-    started = {one.handle["name"] for one in state.attempts if one.handle is not None}
+    started = {one.handle.name for one in state.attempts if one.handle is not None}
     assert world.backend.live == []
     assert submitted >= started
     assert {life.handle.name for life in world.backend._lives.values()} == started
     assert all(life.is_released for life in world.backend._lives.values())
     assert not any(one.is_live or one.unreleased for one in state.attempts)
-    assert all(one.ended["usd"] is not None for one in state.attempts)
+    assert all(one.end.usd is not None for one in state.attempts)
 
 
 def play(world, lives, act):

@@ -10,6 +10,7 @@ from envscaler_airflow.owner.foreground import GIVE_UP_S, Holder
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store import check_store, open_store
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ManualClock, ScriptedBackend, cpu_offer
@@ -101,10 +102,10 @@ def test_an_entry_without_an_answer_is_gone_on_with_once_an_attempt_is_ours(tmp_
     """
     store, said, error = open_store(f"file://{tmp_path}"), [], BackendError("away", transient=True)
     log, begun = Run(store, "p").events, {"generation": 1, "reason": "first start", "spec_hash": "0"}
-    log.append(0, "generation", begun, actor=Actor(owner))
+    log.append(0, read_body("generation", begun), actor=Actor(owner))
     if is_begun:
         attempt = {"generation": 1, "attempt": 1, "allocation": Allocation(cpu_offer(1)).to_dict()}
-        log.append(1, "attempt-intended", attempt, actor=Actor(owner))
+        log.append(1, read_body("attempt-intended", attempt), actor=Actor(owner))
     controller = Answers(error, DONE)
     controller.enter = lambda: controller.resume(Wake("entry"))
     held = holder(controller, slept=[], said=said, store=store)

@@ -10,6 +10,7 @@ from envscaler_agent.protocol import Ended, Progress, Status, Transfer, status_n
 from envscaler_airflow.errors import RunFailedError
 from envscaler_airflow.owner.sanitize import LINES_BYTES, shortened
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
+from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.store.run import Run, believable
 
 
@@ -86,7 +87,9 @@ def test_last_lines_in_any_script_fit_into_the_event_of_the_end(world, letter):
 
 def test_one_line_that_is_too_long_alone_is_cut():
     """Its beginning tells more than nothing."""
-    (line,) = shortened({"last_lines": ["😀" * 100_000]})["last_lines"]
+    ended = AttemptEnded(generation=1, attempt=1, outcome="failed", last_lines=("😀" * 100_000,))
+
+    (line,) = shortened(ended).last_lines
 
     assert line.startswith("😀" * 1000)
     assert len(json.dumps(line)) <= LINES_BYTES

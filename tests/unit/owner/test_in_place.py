@@ -141,7 +141,7 @@ def test_each_hour_is_paid_at_its_own_price(world):
         (pytest.approx(1.0), 100),
         (pytest.approx(2.0), 900),
     ]
-    assert world.state.attempts[0].ended["usd"] == pytest.approx(3.0)
+    assert world.state.attempts[0].end.usd == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("answer", ["deferred", "infeasible"])
@@ -158,7 +158,7 @@ def test_what_the_node_has_no_room_for_is_left_to_the_next_attempt(world, answer
 
     stopping = next(event for event in world.log.read() if event.type == "attempt-stopping")
     assert asked.action == "leave"
-    assert stopping.body["reason"].endswith(f"in place it is {answer}")
+    assert stopping.body.reason.endswith(f"in place it is {answer}")
     assert (world.state.live.number, world.state.live.allocation) == (2, Allocation(LARGE))
 
 
@@ -196,7 +196,7 @@ def test_what_is_asked_to_go_when_a_change_takes_too_long_has_its_own_time(world
 
     assert (wake.kind, world.state.live.stop_why) == ("overdue", "stop" if is_stopped else "move")
     assert [node.state for node in world.backend.observe(world.handle).nodes] == ["running"]
-    world.clock.advance(world.state.live.stop["grace_s"])
+    world.clock.advance(world.state.live.stop_grace_s)
     assert world.watch(waiting).poll() is None
 
 
@@ -274,7 +274,7 @@ def test_an_elastic_training_gets_nodes_while_it_runs(world):
     owner.resume(Wake("request"))
 
     live = world.state.live
-    assert (live.number, live.allocation, live.handle["details"]["nodes"]) == (1, Allocation(SMALL, 3), 3)
+    assert (live.number, live.allocation, live.handle.details["nodes"]) == (1, Allocation(SMALL, 3), 3)
     assert len(world.backend.observe(world.handle).nodes) == 3
 
 
@@ -302,7 +302,7 @@ def test_nodes_that_do_not_come_leave_the_training_as_it_was(world):
 
     undone = world.log.read()[-1]
     assert (undone.type, world.state.live.phase) == ("change-undone", "started")
-    assert undone.body["reason"].endswith("not available: 0/3 nodes are free")
+    assert undone.body.reason.endswith("not available: 0/3 nodes are free")
     assert len(world.backend.observe(world.handle).nodes) == 1
     assert world.state.live.allocation == Allocation(SMALL)
 
@@ -410,7 +410,7 @@ def test_a_move_that_is_asked_for_during_a_change_is_refused(world):
 
     refused = world.log.read()[-1]
     assert refused.type == "move-refused"
-    assert refused.body["reason"] == "the attempt is being changed to scripted/node:cpu-2/on-demand"
+    assert refused.body.reason == "the attempt is being changed to scripted/node:cpu-2/on-demand"
 
 
 def test_a_machine_that_is_lost_during_a_change_ends_the_attempt(world):
@@ -507,7 +507,7 @@ def test_a_worker_that_dies_during_a_rescale_leaves_a_run_that_goes_on(world, di
 
     _checked(world, got, Allocation(SMALL, 3))
     assert len(world.state.attempts) == 1
-    assert len(world.backend._lives[world.state.attempts[0].handle["name"]].nodes) == 3
+    assert len(world.backend._lives[world.state.attempts[0].handle.name].nodes) == 3
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -8,6 +8,7 @@ from envscaler_airflow.errors import NoOfferError, RunFailedError, SpecError
 from envscaler_airflow.owner.close import close
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import StoppedError, Waiting, Wake
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.backend import cpu_offer
 
@@ -44,7 +45,7 @@ def test_a_start_that_the_spec_makes_impossible_ends_the_run(world):
 
     [attempt] = world.state.attempts
     assert (world.state.status, world.state.failure) == ("failed", "spec")
-    assert (attempt.outcome, attempt.ended["usd"]) == ("not-started", 0.0)
+    assert (attempt.outcome, attempt.end.usd) == ("not-started", 0.0)
     assert methods(world).count("submit") == 1
 
 
@@ -95,14 +96,14 @@ def test_a_stop_is_answered_before_an_intent_is_carried_out(begun):
     assert "submit" not in methods(begun)
     assert begun.backend.live == []
     assert types(begun)[-3:] == ["attempt-stopping", "attempt-ended", "stopped"]
-    assert begun.state.attempts[0].ended["usd"] == 0.0
+    assert begun.state.attempts[0].end.usd == 0.0
 
 
 def test_a_timeout_is_answered_before_an_intent_is_carried_out(begun):
     """The task's time was over before the owner requested its machine (A4)."""
     owner = begun.controller()
     body = {"reason": "the deferral timed out", "by": "ti", "why": "timeout"}
-    begun.log.append_request("stop-requested", body, actor=None)
+    begun.log.append_request(read_body("stop-requested", body), actor=None)
 
     with pytest.raises(RunFailedError, match="timed out"):
         owner.enter()
@@ -128,7 +129,7 @@ def test_a_start_that_nobody_recorded_is_stopped_and_billed(begun):
     [attempt] = begun.state.attempts
     assert asked.action == "leave"
     assert attempt.outcome == "left"
-    assert attempt.ended["usd"] == pytest.approx(0.05)
+    assert attempt.end.usd == pytest.approx(0.05)
 
 
 def test_an_intent_of_a_deleted_dag_run_is_given_up(begun):

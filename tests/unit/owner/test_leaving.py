@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_agent.protocol import Progress, Status, status_name
-from envscaler_airflow.owner.in_place_change import Leaving, who_leaves
+from envscaler_airflow.owner.in_place_change import who_leaves
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run.event_bodies import Leaving
 from envscaler_airflow.testing import ElasticBackend
 
 DEMAND = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
@@ -87,7 +88,7 @@ def test_who_leaves_is_recorded_and_only_the_last_go_in_place(new_world, slow, e
     answer = shrunk(new_world, slow=slow)
 
     assert answer.type == event
-    assert answer.body["leaving"] == [{"node": slow, "reason": "it is the slowest: 2 s a step"}]
+    assert answer.body.leaving == (Leaving(slow, "it is the slowest: 2 s a step"),)
 
 
 def test_a_node_that_somebody_marked_goes_before_the_slowest(new_world):
@@ -95,4 +96,4 @@ def test_a_node_that_somebody_marked_goes_before_the_slowest(new_world):
     answer = shrunk(new_world, slow=2, marked=frozenset({3}))
 
     assert answer.type == "change-intended"
-    assert answer.body["leaving"] == [{"node": 3, "reason": "it is marked removable"}]
+    assert answer.body.leaving == (Leaving(3, "it is marked removable"),)

@@ -12,6 +12,7 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy, Proposal, Want, explain
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.store.run import Run
@@ -89,12 +90,12 @@ def test_the_owner_validates_by_the_same_policy(new_world, brought):
     from_check = {"reason": check.decision.reason, "check": check.to_dict()}
     live = world.state.live
     body = {**from_check, "target": Allocation(LARGE).to_dict(), "from_attempt": [1, live.number]}
-    world.log.append_request("move-requested", body, actor=None)
+    world.log.append_request(read_body("move-requested", body), actor=None)
 
     world.controller(value_of_hour=0.0).enter()
 
     accepted = world.log.read()[-1]
-    assert (accepted.type, accepted.body["reason"]) == ("move-accepted", "bigger is better")
+    assert (accepted.type, accepted.body.reason) == ("move-accepted", "bigger is better")
     assert world.state.live.target == Allocation(LARGE)
 
 
@@ -118,8 +119,8 @@ def test_a_move_out_of_a_thousand_places_is_asked_for_and_judged(new_world, brou
     world.controller(value_of_hour=0.0).enter()
 
     name = Allocation(LARGE).name
-    assert asked["numbers"] == {**numbers, "moving": {name: moving[name]}}
-    assert Check.from_dict(asked["check"]).observation.speeds == check.observation.speeds
+    assert asked.numbers == {**numbers, "moving": {name: moving[name]}}
+    assert Check.from_dict(asked.check).observation.speeds == check.observation.speeds
     assert world.log.read()[-1].type == "move-accepted"
 
 
@@ -128,13 +129,15 @@ def test_only_recommending_records_every_number_and_asks_nobody(new_world, broug
     world = running(new_world, "largest", ", recommend_only: true")
     check = looked(world)
     world.log.append_request(
-        "move-requested",
-        {
-            "reason": "r",
-            "target": Allocation(LARGE).to_dict(),
-            "from_attempt": [1, 1],
-            "check": check.to_dict(),
-        },
+        read_body(
+            "move-requested",
+            {
+                "reason": "r",
+                "target": Allocation(LARGE).to_dict(),
+                "from_attempt": [1, 1],
+                "check": check.to_dict(),
+            },
+        ),
         actor=None,
     )
 
@@ -160,7 +163,7 @@ def test_growing_takes_only_what_is_free_when_it_is_validated(new_world, free, e
     answer = next(item for item in world.log.read() if item.type in ("move-accepted", "move-refused"))
     assert answer.type == event
     if event == "move-refused":
-        assert answer.body["reason"].endswith("needs 2 more nodes, 1 are free")
+        assert answer.body.reason.endswith("needs 2 more nodes, 1 are free")
 
 
 @pytest.mark.parametrize(("free", "event"), [(1, "move-accepted"), (0, "move-refused")])
@@ -178,7 +181,7 @@ def test_no_training_is_stopped_for_a_place_without_room(new_world, free, event)
     assert ("free_nodes", world.handle.name) in world.backend.calls
     if event == "move-refused":
         assert world.state.live.phase == "started"
-        assert answer.body["reason"].endswith("needs 1 more nodes, 0 are free")
+        assert answer.body.reason.endswith("needs 1 more nodes, 0 are free")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,8 @@ from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner import losses
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run import AttemptState, Event, RunState
+from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.scaling.deadline import Hazard
 from envscaler_airflow.scaling.deadline.risk import age_bin
 from envscaler_airflow.scaling.interval import checkpoint_interval_s
@@ -33,7 +33,7 @@ def lived(hours, outcome="lost", *, offer=SPOT, nodes=1, **ended):
     """Return an attempt that ran for this long."""
     return AttemptState(
         1, 1, Allocation(offer, nodes), phase="ended", started_at=0.0, ended_at=hours * 3600.0,
-        ended={"outcome": outcome, **ended},
+        ended=AttemptEnded(generation=1, attempt=1, outcome=outcome, **ended),
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_only_spot_is_interrupted():
 )
 def test_a_checkpoint_costs_what_training_stood_still(ended, save_s):
     """60 s over four saves; the last one's whole time where only that is known."""
-    assert losses.save_s_of(ended) == save_s
+    assert losses.save_s_of(AttemptEnded(generation=1, attempt=1, outcome="lost", **ended)) == save_s
 
 
 def test_the_interval_is_daly_s():
@@ -149,11 +149,11 @@ def test_the_next_machine_is_told_how_often_to_save(new_world):
     owner.resume(Wake("backoff"))
 
     intended = [event for event in world.log.read() if event.type == "attempt-intended"][-1]
-    every_s = intended.body["checkpoint_every_s"]
+    every_s = intended.body.checkpoint_every_s
     assert first is None
-    assert every_s == checkpoint_interval_s(36.0, intended.body["losses_per_hour"])
+    assert every_s == checkpoint_interval_s(36.0, intended.body.losses_per_hour)
     assert world.control().checkpoint_every_s == every_s
-    assert json.loads(json.dumps(intended.body)) == intended.body
+    assert Event.from_json(intended.to_json(), where="e") == intended
 
 
 @pytest.mark.parametrize(

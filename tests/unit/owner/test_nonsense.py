@@ -11,6 +11,7 @@ from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.owner import policies
 from envscaler_airflow.owner.stage import Waiting, Wake
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run.event_bodies import Unknown, read_body
 from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.backend import cpu_offer
@@ -55,7 +56,7 @@ def test_a_request_that_cannot_be_read_is_refused(world, body):
     """Write access to the run's folder is not enough to stop a training."""
     owner = started(world)
     try:
-        request = world.log.append_request("move-requested", body, actor=None)
+        request = world.log.append_request(Unknown("move-requested", body), actor=None)
     except ProtocolError:
         return  # it cannot be written at all
 
@@ -105,7 +106,7 @@ def test_a_policy_of_another_package_that_is_broken_moves_nothing(world, monkeyp
     bring_propose(monkeypatch, theirs=policy)
     owner = started(world)
     body = {"target": Allocation(cpu_offer(2)).to_dict(), "from_attempt": [1, 1]}
-    request = world.log.append_request("move-requested", body, actor=None)
+    request = world.log.append_request(read_body("move-requested", body), actor=None)
 
     waiting = owner.resume(Wake("request"))
 
@@ -163,10 +164,10 @@ def test_a_policy_that_is_not_installed_here_is_a_refusal(world):
     )
     owner = started(world)
     request = world.log.append_request(
-        "move-requested", {"target": Allocation(cpu_offer(2)).to_dict()}, actor=None
+        read_body("move-requested", {"target": Allocation(cpu_offer(2)).to_dict()}), actor=None
     )
 
     owner.resume(Wake("request"))
 
     refused = world.answer(request)
-    assert (refused.type, "'theirs' is not installed" in refused.body["reason"]) == ("move-refused", True)
+    assert (refused.type, "'theirs' is not installed" in refused.body.reason) == ("move-refused", True)

@@ -66,7 +66,7 @@ def test_nodes_that_do_not_come_lead_to_the_next_offer_and_are_remembered(world)
     ended = world.state.attempts[0].ended
     [known] = stockouts(world.store, now=world.clock.time())
     assert first.offer == SPOT
-    assert (ended["outcome"], ended["refused"]) == ("not-started", [SPOT.name])
+    assert (ended.outcome, ended.refused) == ("not-started", (SPOT.name,))
     assert known.excludes(SPOT, world.clock.time()) is not None
     assert known.excludes(GPU, world.clock.time()) is None
     assert world.state.live.allocation == Allocation(GPU, 2)
@@ -144,7 +144,7 @@ def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world)
 
     assert (asked.action, [node.state for node in seen]) == ("leave", ["running", "pending"])
     assert (quiet.detail, going) == ("none to be had", "running")
-    assert world.state.attempts[0].ended["checkpoint"] == saved
+    assert world.state.attempts[0].end.checkpoint == saved
     assert world.backend.live == []
 
 

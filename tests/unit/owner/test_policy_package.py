@@ -190,7 +190,7 @@ def test_the_owner_accepts_by_the_recorded_metric(world):
     world.controller(value_of_hour=0.0).enter()
 
     answer = next(item for item in world.log.read() if item.type in ("move-accepted", "move-refused"))
-    assert (answer.type, answer.body["reason"]) == ("move-accepted", "150 requests wait")
+    assert (answer.type, answer.body.reason) == ("move-accepted", "150 requests wait")
 
 
 def test_recorded_checks_are_decided_again_alike(world):

@@ -33,7 +33,7 @@ def test_the_older_attempt_is_held_before_its_checkpoints_are_listed(world, monk
     assert (action, world.control().action) == ("hold", "run")
     assert world.control().candidates == (late, early)
     intended = [event for event in world.log.read() if event.type == "attempt-intended"]
-    assert all("candidates" not in event.body for event in intended)
+    assert all(b"candidates" not in event.to_json() for event in intended)
 
 
 def test_an_execution_that_follows_lists_anew_until_the_attempt_is_started(world, monkeypatch):

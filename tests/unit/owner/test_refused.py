@@ -11,6 +11,7 @@ from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import RunState, fold
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.run.events import Event
 from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
 from envscaler_airflow.scaling.guards import holds
@@ -40,7 +41,7 @@ def sensed(world):
     decision = watcher.snapshot().check.decision
     if decision.action == "move":
         body = {"reason": decision.reason, "target": decision.target.to_dict(), "from_attempt": [1, 1]}
-        world.log.append_request("move-requested", body, actor=None)
+        world.log.append_request(read_body("move-requested", body), actor=None)
 
 
 @pytest.fixture
@@ -68,13 +69,13 @@ def test_a_full_cluster_is_asked_less_and_less(full):
 
     refused = [event for event in world.log.read() if event.type == "move-refused"]
     assert 3 <= len(refused) <= 6
-    assert "are free" in refused[-1].body["reason"]
+    assert "are free" in refused[-1].body.reason
     assert world.state.refused[0].times == len(refused)
 
 
 def event(number, kind, at=0.0, **body):
     """Return an event of the log."""
-    return Event(number, kind, body, "w", at, None)
+    return Event(number, read_body(kind, body), "w", at, None)
 
 
 def asked(number, target, **more):

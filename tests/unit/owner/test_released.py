@@ -149,5 +149,5 @@ def test_it_ends_once_it_is_seen_and_the_report_has_its_whole_bill(world, zombie
     assert stopped == "whether it still runs is unknown"
     assert calls(world, "stop") == 1
     assert after.released_at is not None
-    assert after.ended["usd"] == pytest.approx(2 * PRICE)
+    assert after.end.usd == pytest.approx(2 * PRICE)
     assert report["bill"]["lines"][0]["usd"] == pytest.approx(2 * PRICE)

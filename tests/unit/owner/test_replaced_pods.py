@@ -6,6 +6,7 @@ import pytest
 
 from envscaler_agent.protocol import Ended, Progress, Status, claim_name, status_name
 from envscaler_airflow.owner import report
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store.run import Run
 
 
@@ -69,8 +70,7 @@ def test_the_bill_counts_steps_that_were_made_twice(world):
     }
     world.log.append(
         world.state.number,
-        "attempt-ended",
-        {"generation": 1, "attempt": 1, **ended},
+        read_body("attempt-ended", {"generation": 1, "attempt": 1, **ended}),
         actor=world.state.owner,
     )
 

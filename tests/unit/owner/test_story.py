@@ -6,17 +6,23 @@ import pytest
 
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Event, RunState
+from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.run.narration import describe
 from envscaler_airflow.testing.backend import cpu_offer
 
-BODY = {"attempt": 1, "target": Allocation(cpu_offer(2), 3).to_dict(), "reason": "why"}
+TARGET = Allocation(cpu_offer(2), 3).to_dict()
+BODY = {"generation": 1, "attempt": 1, "request": 4, "target": TARGET, "reason": "why"}
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "words"),
     [
         ("move-deferred", {}, "the next attempt runs on 3 x scripted/cpu-2/on-demand: why"),
-        ("change-intended", {}, "attempt 1 changes in place to 3 x scripted/cpu-2/on-demand: why"),
+        (
+            "change-intended",
+            {"kind": "rescale"},
+            "attempt 1 changes in place to 3 x scripted/cpu-2/on-demand: why",
+        ),
         (
             "changed",
             {"step": 7},
@@ -25,7 +31,7 @@ BODY = {"attempt": 1, "target": Allocation(cpu_offer(2), 3).to_dict(), "reason":
         ("change-undone", {}, "attempt 1 stays as it was: why"),
         (
             "attempt-started",
-            {"handle": {"name": "train-1", "details": {"namespace": "ml"}}},
+            {"handle": {"backend": "local", "name": "train-1", "details": {"namespace": "ml"}}},
             "attempt 1 runs as ml/train-1",
         ),
         ("succeeded", {"outputs": {"model": "s3://b/m"}}, "the stage succeeded; output model: s3://b/m"),
@@ -34,9 +40,9 @@ BODY = {"attempt": 1, "target": Allocation(cpu_offer(2), 3).to_dict(), "reason":
             {"align": "epoch", "reason": "3 x scripted/cpu-2/on-demand saves $0.48"},
             "attempt 1 saves at the end of the epoch and moves to 3 x scripted/cpu-2/on-demand: saves $0.48",
         ),
-        ("attempt-ended", {"attempt": "one"}, "event 1: attempt-ended"),
+        ("attempt-ended", {"outcome": "lost", "step": 7}, "attempt 1 lost at step 7"),
     ],
 )
 def test_a_change_in_place_is_one_line(kind, more, words):
     """For the log of a shell and of the demo."""
-    assert describe(Event(1, kind, {**BODY, **more}), RunState()) == words
+    assert describe(Event(1, read_body(kind, {**BODY, **more})), RunState()) == words

@@ -11,6 +11,7 @@ from envscaler_airflow.errors import CapacityError
 from envscaler_airflow.owner import choose, freeze, intent
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import SupersededError, Waiting, Wake
+from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.run import Run, spec_name
 
@@ -160,10 +161,10 @@ def test_a_request_that_takes_the_number_of_the_end_costs_no_result(world, monke
     append = EventLog.append
     landed = []
 
-    def late(self, after, kind, body, **more):
-        if kind == "attempt-ended" and not landed:
+    def late(self, after, body, **more):
+        if isinstance(body, AttemptEnded) and not landed:
             landed.append(request_stop(Run(world.store, world.prefix), reason="late", by="me"))
-        return append(self, after, kind, body, **more)
+        return append(self, after, body, **more)
 
     monkeypatch.setattr(EventLog, "append", late)
     got = owner.resume(Wake("status"))

@@ -27,6 +27,7 @@ from envscaler_airflow.plugin.page_facts import (
     speeds,
 )
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import AttemptEnded, Failed, MoveRefused, NewGeneration, read_body
 from envscaler_airflow.store import events as store_events
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.run import Run, spec_name
@@ -80,10 +81,12 @@ def begin(store, *, allocation=CPU, reason="first attempt of the generation", nu
     """Begin a run with one attempt that has started, and return its log."""
     log = Run(store, "run", clock=lambda: 1000.0).events
     if number == 1:
-        log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=ACTOR)
+        log.append(0, NewGeneration(generation=1, spec_hash="h"), actor=ACTOR)
     body = {"generation": 1, "attempt": number, "allocation": allocation.to_dict(), "reason": reason}
-    log.append_request("attempt-intended", body, actor=ACTOR)
-    log.append_request("attempt-started", {"generation": 1, "attempt": number, "handle": HANDLE}, actor=ACTOR)
+    log.append_request(read_body("attempt-intended", body), actor=ACTOR)
+    log.append_request(
+        read_body("attempt-started", {"generation": 1, "attempt": number, "handle": HANDLE}), actor=ACTOR
+    )
     return log
 
 
@@ -126,7 +129,7 @@ def test_the_speed_of_a_replaced_pod_is_shown_when_it_trained(store, monkeypatch
     begin(store)
     _two_pods(store)
     log = Run(store, "run", clock=lambda: 2000.0).events
-    log.append_request("attempt-ended", {"generation": 1, "attempt": 1, "outcome": "failed"}, actor=ACTOR)
+    log.append_request(AttemptEnded(generation=1, attempt=1, outcome="failed"), actor=ACTOR)
     read = type(store).read_dated
 
     def read_dated(self, name, **more):
@@ -198,9 +201,11 @@ def test_an_attempt_that_was_changed_in_place_is_told_whole(store):
     larger = Allocation(Offer(**NAMED, instance_type="cpu-2", usd_per_hour=0.72))
     log = Run(store, "run", clock=lambda: 1000.0 + 3600).events
     what = {"generation": 1, "attempt": 1, "kind": "resize", "target": larger.to_dict()}
-    log.append_request("move-requested", {"target": larger.to_dict(), "reason": "faster"}, actor=ACTOR)
-    log.append_request("change-intended", {**what, "request": 4, "reason": "faster"}, actor=ACTOR)
-    log.append_request("changed", what, actor=ACTOR)
+    log.append_request(
+        read_body("move-requested", {"target": larger.to_dict(), "reason": "faster"}), actor=ACTOR
+    )
+    log.append_request(read_body("change-intended", {**what, "request": 4, "reason": "faster"}), actor=ACTOR)
+    log.append_request(read_body("changed", what), actor=ACTOR)
 
     facts = read_facts(Run(store, "run"))
     text = Elements(run_page(facts, now=1000.0 + 7200)).text
@@ -313,12 +318,12 @@ def hostile(store, words):
     )
     say(store, status.to_json())
     request = log.append_request(
-        "move-requested", {"target": allocation.to_dict(), "reason": words, "numbers": {}}
+        read_body("move-requested", {"target": allocation.to_dict(), "reason": words, "numbers": {}})
     )
-    log.append_request("move-refused", {"request": request.number, "reason": words}, actor=ACTOR)
+    log.append_request(MoveRefused(request=request.number, reason=words), actor=ACTOR)
     body = {"generation": 1, "attempt": 1, "outcome": "failed", "detail": words, "last_lines": [words]}
-    log.append_request("attempt-ended", body, actor=ACTOR)
-    log.append_request("failed", {"generation": 1, "reason": words}, actor=ACTOR)
+    log.append_request(read_body("attempt-ended", body), actor=ACTOR)
+    log.append_request(Failed(generation=1, reason=words), actor=ACTOR)
     return run_page(read_facts(Run(store, "run")), now=1060)
 
 
@@ -455,11 +460,11 @@ def test_a_page_has_an_end(store, monkeypatch):
     """Attempts with endless reasons: the newest ones (3 here), each cut."""
     monkeypatch.setattr(page_module, "MOST_ATTEMPTS", 3)
     log = Run(store, "run", clock=lambda: 1000.0).events
-    log.append(0, "generation", {"generation": 1, "spec_hash": "h"}, actor=ACTOR)
+    log.append(0, NewGeneration(generation=1, spec_hash="h"), actor=ACTOR)
     for number in range(1, 9):
         body = {"generation": 1, "attempt": number, "allocation": CPU.to_dict(), "reason": "x" * 50_000}
-        log.append(2 * number - 1, "attempt-intended", body, actor=ACTOR)
-        log.append(2 * number, "attempt-ended", {"generation": 1, "attempt": number, "outcome": "lost"})
+        log.append(2 * number - 1, read_body("attempt-intended", body), actor=ACTOR)
+        log.append(2 * number, AttemptEnded(generation=1, attempt=number, outcome="lost"))
 
     page = run_page(read_facts(Run(store, "run")), now=1060)
 
@@ -471,8 +476,8 @@ def test_a_page_has_an_end(store, monkeypatch):
 def test_a_clear_begins_the_page_anew(store):
     """The page shows and bills only attempts of the current generation."""
     log = begin(store)
-    log.append_request("attempt-ended", {"generation": 1, "attempt": 1, "outcome": "failed"}, actor=ACTOR)
-    log.append_request("generation", {"generation": 2, "spec_hash": "h"}, actor=ACTOR)
+    log.append_request(AttemptEnded(generation=1, attempt=1, outcome="failed"), actor=ACTOR)
+    log.append_request(NewGeneration(generation=2, spec_hash="h"), actor=ACTOR)
 
     text = Elements(run_page(read_facts(Run(store, "run")), now=1060)).text
 
@@ -541,8 +546,8 @@ def test_a_part_of_the_work_is_not_compared_with_the_whole(status, recorded, tmp
     log = begin(recorded, number=3)
     if status != "active":
         end = {"generation": 1, "attempt": 3, "outcome": "failed", "usage": [[0, 1000.0, 1001.0]]}
-        log.append_request("attempt-ended", end, actor=ACTOR)
-        log.append_request(status, {"generation": 1, "reason": "asked for"}, actor=ACTOR)
+        log.append_request(read_body("attempt-ended", end), actor=ACTOR)
+        log.append_request(read_body(status, {"generation": 1, "reason": "asked for"}), actor=ACTOR)
 
     text = Elements(run_page(read_facts(Run(recorded, "run")), now=2e9)).text
 

@@ -20,6 +20,7 @@ from fakes.run_events import (
 )
 
 from envscaler_airflow.run import Actor, Event, Facts, enter, fold, next_action
+from envscaler_airflow.run.event_bodies import NewOwner
 
 RUNNING = (begun(), intended(), started())
 DONE = (begun(), *life("succeeded"), SUCCEEDED)
@@ -34,7 +35,7 @@ def kind(*events, actor, spec_hash="A", fresh=False):
 
 def follow(state, actor):
     """The action of *actor* right after it took over the run."""
-    return next_action(fold([Event(state.number + 1, "owner", {}, actor=actor)], state), Facts())
+    return next_action(fold([Event(state.number + 1, NewOwner(), actor=actor)], state), Facts())
 
 
 def test_no_run_begins():

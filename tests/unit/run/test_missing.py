@@ -15,6 +15,7 @@ from envscaler_airflow.run import (
     fold,
     next_action,
 )
+from envscaler_airflow.run.event_bodies import read_body
 
 TWO = Allocation(Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4), nodes=2)
 
@@ -28,7 +29,9 @@ def live():
         ("attempt-started", {**key, "handle": {"backend": "kubernetes", "name": "r"}}),
     ]
     actor = Actor("ti", try_number=1, max_tries=3)
-    return fold([Event(n, kind, body, writer="w", actor=actor) for n, (kind, body) in enumerate(bodies, 1)])
+    return fold(
+        [Event(n, read_body(kind, body), writer="w", actor=actor) for n, (kind, body) in enumerate(bodies, 1)]
+    )
 
 
 def seen(*nodes):

@@ -21,6 +21,7 @@ from fakes.run_events import (
 from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.run import Event, Facts, NodeStatus, Observed, end_of, fold, next_action
+from envscaler_airflow.run.event_bodies import Delivered, read_body
 
 
 def node(state, *, ended_as=None, health="ok", step=None, phase="running"):
@@ -102,7 +103,7 @@ class TestNext:
         state = run(begun(), intended(), started(), ask)
 
         first = next_action(state, Facts(observed=node("ended", ended_as="succeeded")))
-        state = fold([Event(5, *ended("succeeded"))], state)
+        state = fold([Event(5, read_body(*ended("succeeded")))], state)
         second = next_action(state, Facts())
 
         assert first.kind == "end"
@@ -218,7 +219,7 @@ class TestNext:
         state = run(begun(), intended(), started(), begun(2, RECREATED))
 
         got = next_action(state, Facts(observed=RUNNING))
-        state = fold([Event(5, *ended("stopped"))], state)
+        state = fold([Event(5, read_body(*ended("stopped")))], state)
 
         assert (got.kind, got.reason) == ("stop", "it belongs to an earlier generation")
         assert next_action(state, Facts()).reason == "first attempt of the generation"
@@ -354,7 +355,7 @@ class TestFold:
     def test_a_missing_or_repeated_number_is_refused(self, number):
         """Event 2 must follow."""
         with pytest.raises(ProtocolError, match=f"event {number} follows 1"):
-            fold([Event(number, "delivered")], run(begun()))
+            fold([Event(number, Delivered())], run(begun()))
 
     def test_a_late_word_about_an_attempt_that_ended_changes_nothing(self):
         """Two owners saw the end: the first report is right."""

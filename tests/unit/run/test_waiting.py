@@ -7,24 +7,31 @@ import pytest
 from envscaler_airflow.backends.base import AttemptStatus
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Facts, NodeStatus, Observed, fold, next_action
+from envscaler_airflow.run.event_bodies import NewGeneration, read_body
 from envscaler_airflow.run.events import Event
 from envscaler_airflow.testing import cpu_offer
 
 STARTED = fold(
     [
-        Event(1, "generation", {"generation": 1, "spec_hash": "A"}),
+        Event(1, NewGeneration(generation=1, spec_hash="A")),
         Event(
             2,
-            "attempt-intended",
-            {
-                "generation": 1,
-                "attempt": 1,
-                "spec_hash": "A",
-                "allocation": Allocation(cpu_offer(1)).to_dict(),
-            },
+            read_body(
+                "attempt-intended",
+                {
+                    "generation": 1,
+                    "attempt": 1,
+                    "spec_hash": "A",
+                    "allocation": Allocation(cpu_offer(1)).to_dict(),
+                },
+            ),
         ),
         Event(
-            3, "attempt-started", {"generation": 1, "attempt": 1, "handle": {"backend": "local", "name": "a"}}
+            3,
+            read_body(
+                "attempt-started",
+                {"generation": 1, "attempt": 1, "handle": {"backend": "local", "name": "a"}},
+            ),
         ),
     ]
 )

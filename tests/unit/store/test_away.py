@@ -6,6 +6,7 @@ import pytest
 
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import StopRequested, read_body
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.logs import MAX_CHUNK_BYTES, read_logs
@@ -64,12 +65,12 @@ def test_a_folder_that_went_away_gives_no_answer_and_is_not_made_anew(store, fol
 def test_an_event_is_never_appended_to_a_store_that_is_not_the_runs(store, folder, tmp_path):
     """The owner knows event 1 and would create number 2 in an empty folder."""
     log = Run(store, "run").events
-    log.append(0, "generation", BODY, actor=Actor("ti"))
+    log.append(0, read_body("generation", BODY), actor=Actor("ti"))
     folder.rename(tmp_path / "away")
     folder.mkdir()
 
     with pytest.raises(StoreError, match="another folder than before"):
-        log.append(1, "stop-requested", {})
+        log.append(1, StopRequested())
 
     assert list(folder.iterdir()) == []
 

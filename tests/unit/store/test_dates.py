@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envscaler_airflow.run.event_bodies import NewGeneration
 from envscaler_airflow.store import file as file_module
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.clock import STEP_S, StoreDates, date_of, written_at
@@ -62,7 +63,7 @@ def test_where_nothing_can_be_asked_this_machine_s_time_counts(tmp_path):
 
 def test_an_event_has_the_store_s_time_whatever_the_clock_of_its_writer(store, off):
     """A machine writes and reads it whose clock is an hour off (A6)."""
-    Run(store, "run").events.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    Run(store, "run").events.append(0, NewGeneration(generation=1, spec_hash="a"))
 
     [event] = Run(store, "run").events.read()
 
@@ -72,7 +73,7 @@ def test_an_event_has_the_store_s_time_whatever_the_clock_of_its_writer(store, o
 def test_no_event_is_later_than_its_file(store):
     """A writer whose clock was an hour ahead, as versions before this one wrote them (A6)."""
     later = time.time() + HOUR
-    Run(store, "run", clock=lambda: later).events.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    Run(store, "run", clock=lambda: later).events.append(0, NewGeneration(generation=1, spec_hash="a"))
 
     [event] = Run(store, "run").events.read()
 
@@ -82,7 +83,7 @@ def test_no_event_is_later_than_its_file(store):
 def test_a_copied_store_keeps_the_times_of_its_events(store):
     """Its files are new, but the run is not (A6)."""
     log = Run(store, "run").events
-    log.append(0, "generation", {"generation": 1, "spec_hash": "a"})
+    log.append(0, NewGeneration(generation=1, spec_hash="a"))
     [written] = log.read()
     os.utime(store.root / "run/events/000001.json", (written.at + 9 * HOUR,) * 2)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
+from envscaler_airflow.run.event_bodies import NewOwner, StopRequested, read_body
 from envscaler_airflow.store import EventLog, event_snapshots, open_store
 from envscaler_airflow.store import events as module
 from envscaler_airflow.store.events import event_name, snapshot_name
@@ -85,7 +86,9 @@ def attempts(count):
             ("attempt-ended", {**name, "outcome": "lost", "step": None, "usd": 0.5}),
         ]
     bodies += [("invented-later", {"deep": {"er": [1, 2.5, None]}})]
-    return [Event(number, kind, body, "w", 7.5, ACTOR) for number, (kind, body) in enumerate(bodies, 1)]
+    return [
+        Event(number, read_body(kind, body), "w", 7.5, ACTOR) for number, (kind, body) in enumerate(bodies, 1)
+    ]
 
 
 def write_events(store, events):
@@ -101,9 +104,9 @@ def write_events(store, events):
 
 def test_the_first_event_is_number_one(store):
     """Its file contains number, type, time, writer, actor and body."""
-    event = log_of(store, "me").append(0, *BEGIN, actor=ACTOR)
+    event = log_of(store, "me").append(0, read_body(*BEGIN), actor=ACTOR)
 
-    assert event == Event(1, *BEGIN, "me", 7.5, ACTOR)
+    assert event == Event(1, read_body(*BEGIN), "me", 7.5, ACTOR)
     assert json.loads(store.read("run/events/000001.json")) == {
         "schema": "1.0",
         "number": 1,
@@ -111,7 +114,7 @@ def test_the_first_event_is_number_one(store):
         "writer": "me",
         "at": 7.5,
         "actor": {"ti_id": "ti-1", "try_number": 1, "max_tries": 3},
-        "body": {"generation": 1, "spec_hash": "a"},
+        "body": {"generation": 1, "reason": "", "spec_hash": "a"},
     }
 
 
@@ -124,8 +127,8 @@ def test_an_empty_log_is_no_run(store):
 def test_reading_goes_on_after_a_number(store):
     """Only later events are read."""
     log = log_of(store)
-    first = log.append(0, *BEGIN)
-    second = log.append(1, "stop-requested", {})
+    first = log.append(0, read_body(*BEGIN))
+    second = log.append(1, StopRequested())
 
     assert log.read() == [first, second]
     assert log.read(after=1) == [second]
@@ -141,8 +144,8 @@ def test_the_millionth_event_has_a_name_too(store):
 def test_absence_is_proven_by_reading_and_never_by_listing(store):
     """A listing of an object store may lag; this log never lists."""
     log = log_of(store)
-    log.append(0, *BEGIN)
-    log.append_request("stop-requested", {})
+    log.append(0, read_body(*BEGIN))
+    log.append_request(StopRequested())
     log_of(store).load()
 
     assert store.count("names", "children") == 0
@@ -154,11 +157,11 @@ def test_absence_is_proven_by_reading_and_never_by_listing(store):
 def test_two_writers_at_one_number_have_one_winner(store):
     """The loser gets None, folds, and appends its next event later."""
     mine, other = log_of(store), log_of(store)
-    first = mine.append(0, *BEGIN)
+    first = mine.append(0, read_body(*BEGIN))
 
-    won = mine.append(1, "stop-requested", {"reason": "mine"})
-    lost = other.append(1, "stop-requested", {"reason": "theirs"})
-    after = other.append(other.load().number, "stop-requested", {"reason": "theirs"})
+    won = mine.append(1, StopRequested(reason="mine"))
+    lost = other.append(1, StopRequested(reason="theirs"))
+    after = other.append(other.load().number, StopRequested(reason="theirs"))
 
     assert lost is None
     assert log_of(store).read() == [first, won, after]
@@ -166,8 +169,8 @@ def test_two_writers_at_one_number_have_one_winner(store):
 
 def test_the_same_event_of_two_writers_is_won_once(store):
     """Equal body, equal time: the writer's uuid distinguishes them."""
-    assert log_of(store).append(0, *BEGIN) is not None
-    assert log_of(store).append(0, *BEGIN) is None
+    assert log_of(store).append(0, read_body(*BEGIN)) is not None
+    assert log_of(store).append(0, read_body(*BEGIN)) is None
 
 
 def written_then_lost(name, data, *, real):
@@ -180,7 +183,7 @@ def test_a_lost_answer_after_writing_is_a_win(store):
     """The number is read back, and the event there is identical to ours."""
     store.fail["create"] = written_then_lost
 
-    event = log_of(store).append(0, *BEGIN)
+    event = log_of(store).append(0, read_body(*BEGIN))
 
     assert log_of(store).read() == [event]
 
@@ -189,7 +192,7 @@ def test_exists_said_of_our_own_event_is_a_win(store):
     """Botocore repeats a PUT whose answer was lost, and S3 then returns 412 for our own object."""
     store.fail["create"] = lambda name, data, real: real(name, data) and False
 
-    event = log_of(store).append(0, *BEGIN)
+    event = log_of(store).append(0, read_body(*BEGIN))
 
     assert log_of(store).read() == [event]
 
@@ -203,7 +206,7 @@ def test_a_lost_answer_before_writing_is_an_error(store):
     store.fail["create"] = lost
 
     with pytest.raises(StoreError, match="answer lost"):
-        log_of(store).append(0, *BEGIN)
+        log_of(store).append(0, read_body(*BEGIN))
 
 
 def test_a_conflict_without_an_event_is_tried_once_more(store):
@@ -211,7 +214,7 @@ def test_a_conflict_without_an_event_is_tried_once_more(store):
     answers = [lambda *_: False, store._store.create]
     store.fail["create"] = lambda name, data, real: answers.pop(0)(name, data)
 
-    event = log_of(store).append(0, *BEGIN)
+    event = log_of(store).append(0, read_body(*BEGIN))
 
     assert log_of(store).read() == [event]
 
@@ -221,7 +224,7 @@ def test_a_conflict_that_stays_is_an_error(store):
     store.fail["create"] = lambda *_args, real: False
 
     with pytest.raises(StoreError, match="is said to exist and is absent") as caught:
-        log_of(store).append(0, *BEGIN)
+        log_of(store).append(0, read_body(*BEGIN))
     assert caught.value.transient
 
 
@@ -235,7 +238,7 @@ def test_a_lost_answer_that_cannot_be_read_back_is_an_error(store):
     store.fail = {"create": written_then_lost, "read": unreadable}
 
     with pytest.raises(StoreError, match="answer lost"):
-        log_of(store).append(0, *BEGIN)
+        log_of(store).append(0, read_body(*BEGIN))
 
 
 def test_an_unreadable_event_is_never_absent(store):
@@ -244,7 +247,7 @@ def test_an_unreadable_event_is_never_absent(store):
     store.fail = {"read": unreadable, "size": unreadable}
     log = log_of(store)
 
-    for call in [log.read, log.load, lambda: log.append_request("stop-requested", {})]:
+    for call in [log.read, log.load, lambda: log.append_request(StopRequested())]:
         with pytest.raises(StoreError, match="away"):
             call()
 
@@ -252,7 +255,7 @@ def test_an_unreadable_event_is_never_absent(store):
 def test_no_event_follows_one_that_is_absent(store):
     """A wrong number would leave a gap that hides everything after it."""
     with pytest.raises(ProtocolError, match=r"000003\.json is absent"):
-        log_of(store).append(3, *BEGIN)
+        log_of(store).append(3, read_body(*BEGIN))
     assert log_of(store).read() == []
 
 
@@ -260,7 +263,7 @@ def test_a_request_finds_its_number_in_few_looks(store):
     """A thousand events, none known: at most 2 x 10 reads, one check and one create."""
     write_events(store, attempts(333))
 
-    event = log_of(store).append_request("stop-requested", {"reason": "r"})
+    event = log_of(store).append_request(StopRequested(reason="r"))
 
     assert event.number == 1002
     assert store.count("read", "size", "create") <= 22
@@ -270,17 +273,17 @@ def test_a_request_finds_its_number_in_few_looks(store):
 def test_a_request_that_loses_tries_again(store):
     """An owner that appends at the same moment twice only delays it."""
     other = Run(store._store, "run", clock=lambda: 1.0).events
-    other.append(0, *BEGIN)
+    other.append(0, read_body(*BEGIN))
     races = [1, 2]
 
     def overtaken(name, data, *, real):
         if races:
-            other.append(races.pop(0), "owner", {}, actor=ACTOR)
+            other.append(races.pop(0), NewOwner(), actor=ACTOR)
         return real(name, data)
 
     store.fail["create"] = overtaken
 
-    event = log_of(store).append_request("stop-requested", {})
+    event = log_of(store).append_request(StopRequested())
 
     assert event.number == 4
     assert [item.type for item in log_of(store).read()] == ["generation", "owner", "owner", "stop-requested"]
@@ -339,7 +342,7 @@ def test_whatever_goes_wrong_each_win_stands_once_and_without_gaps(turns, faults
         if is_up_to_date:
             known[index] = log.load().number
         try:
-            event = log.append(known[index], "noted", {"turn": turn})
+            event = log.append(known[index], read_body("noted", {"turn": turn}))
         except StoreError:
             continue
         if event is not None:
@@ -358,12 +361,12 @@ def test_whatever_goes_wrong_each_win_stands_once_and_without_gaps(turns, faults
 def test_an_event_is_at_most_256_kib(store):
     """A larger event is rejected before anything is written."""
     log = log_of(store)
-    room = MAX_EVENT_BYTES - len(Event(1, "x", {"text": ""}, log.writer, 7.5).to_json())
+    room = MAX_EVENT_BYTES - len(Event(1, read_body("x", {"text": ""}), log.writer, 7.5).to_json())
 
     with pytest.raises(ProtocolError, match=f"at most {MAX_EVENT_BYTES} are written"):
-        log.append(0, "x", {"text": "x" * (room + 1)})
+        log.append(0, read_body("x", {"text": "x" * (room + 1)}))
     assert log.read() == []
-    assert log.append(0, "x", {"text": "x" * room}) is not None
+    assert log.append(0, read_body("x", {"text": "x" * room})) is not None
     assert log.load().number == 1
 
 
@@ -371,7 +374,7 @@ def test_a_file_that_is_too_large_is_refused_and_never_ours(store):
     """It is not read into memory; a writer that finds it there has lost the race."""
     store.write("run/events/000001.json", b" " * (MAX_EVENT_BYTES + 1))
 
-    assert log_of(store).append(0, *BEGIN) is None
+    assert log_of(store).append(0, read_body(*BEGIN)) is None
     with pytest.raises(ProtocolError, match=f"at most {MAX_EVENT_BYTES} are read"):
         log_of(store).read()
 
@@ -382,9 +385,9 @@ def test_unknown_types_and_newer_minors_are_kept(store):
     store.write("run/events/000001.json", text)
     log = log_of(store)
 
-    assert log.read() == [Event(1, "invented", {"a": 1}, "w", 1.0)]
+    assert log.read() == [Event(1, read_body("invented", {"a": 1}), "w", 1.0)]
     assert log.load() == RunState(number=1, unknown=(1,))
-    assert log.append(1, *BEGIN).number == 2
+    assert log.append(1, read_body(*BEGIN)).number == 2
 
 
 @pytest.mark.parametrize(
@@ -416,7 +419,7 @@ def test_a_second_load_reads_only_what_is_new(store):
 
     log.load()
     assert store.count("read", "size") == 1
-    Run(store._store, "run").events.append_request("stop-requested", {})
+    Run(store._store, "run").events.append_request(StopRequested())
     assert log.load().number == 12
     assert store.count("read", "size") == 2
 
@@ -456,7 +459,7 @@ def bad_snapshots():
     events = attempts(20)[:EVERY]
     good = snapshot_of(events)
     body = json.loads(good)
-    other = [*events[:-1], Event(EVERY, "stop-requested", {"reason": "other run"}, "w")]
+    other = [*events[:-1], Event(EVERY, StopRequested(reason="other run"), "w")]
     tampered = {**body, "state": {**body["state"], "spec_hash": "b"}}
     older = {key: value for key, value in {**body, "fold": "0.0.1"}.items() if key != "sha256"}
     return {
@@ -518,7 +521,7 @@ def test_a_store_that_keeps_no_snapshots_does_no_harm(store, call):
 def test_a_fold_that_fails_leaves_the_log_usable(store):
     """An event that lacks a field is rejected every time, not skipped the second time."""
     log = log_of(store)
-    log.append(0, *BEGIN)
+    log.append(0, read_body(*BEGIN))
     torn = {"schema": "1.0", "number": 2, "type": "attempt-intended", "body": {"generation": 1}}
     store.write("run/events/000002.json", json.dumps(torn).encode())
 

@@ -32,6 +32,7 @@ from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import MoveRequested, Succeeded, read_body
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
@@ -183,7 +184,7 @@ def test_a_stage_that_ended_lets_the_sensor_succeed(world, status):
     world.begin()
     body = {"generation": 1, "outputs": {}, "reason": "r"}
     log = world.log()
-    log.append(log.load().number, status, body, actor=Actor("ti-1", 1, 3))
+    log.append(log.load().number, read_body(status, body), actor=Actor("ti-1", 1, 3))
 
     event = world.checks().once({"train": "deferred"})
     result = sensor_of(world).resume(context_of(), event)
@@ -214,10 +215,10 @@ def test_asks_for_the_move_that_pays_and_defers_again(world):
     arguments = deferred(lambda: sensor_of(world).resume(context_of(), {**event, "until": None}))
 
     request = world.log().load().pending[0]
-    assert request.type == "move-requested"
-    assert request.body["target"]["offer"]["instance_type"] == "cpu-2"
-    assert request.body["from_attempt"] == [1, 1]
-    assert request.body["reason"] == event["reason"]
+    assert isinstance(request.body, MoveRequested)
+    assert request.body.target.offer.instance_type == "cpu-2"
+    assert request.body.from_attempt == (1, 1)
+    assert request.body.reason == event["reason"]
     assert arguments["folder"] == FOLDER
 
 
@@ -288,7 +289,7 @@ def test_a_mapped_stage_is_not_over_while_an_index_has_not_begun(world):
     """The existing runs have ended, but Airflow has one more to start."""
     world.begin(0)
     log = world.log(0)
-    log.append(log.load().number, "succeeded", {"generation": 1}, actor=Actor("ti-1", 1, 3))
+    log.append(log.load().number, Succeeded(generation=1), actor=Actor("ti-1", 1, 3))
 
     assert world.checks(None).once({"train_0": "success", "train_1": "scheduled"}) is None
 

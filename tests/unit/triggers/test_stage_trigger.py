@@ -18,6 +18,7 @@ from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import NewOwner, read_body
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
 from envscaler_airflow.store.lease import SensorLease, SensorWatch, read_task_log
 from envscaler_airflow.store.run import Run
@@ -60,7 +61,7 @@ class World:
 
     def append(self, kind, body, *, actor=OWNER):
         """Append one more event."""
-        return self.log.append(self.log.load().number, kind, body, actor=actor)
+        return self.log.append(self.log.load().number, read_body(kind, body), actor=actor)
 
     def print(self, chunk, text, *, node=0):
         """Append a closed chunk of the training's output."""
@@ -123,7 +124,7 @@ def test_the_event_says_where_it_looked(world):
 def test_fires_on_a_request(world):
     """A user requested a move while the attempt runs."""
     trigger = world.trigger()
-    world.log.append_request("move-requested", {"target": ALLOCATION.to_dict()}, actor=None)
+    world.log.append_request(read_body("move-requested", {"target": ALLOCATION.to_dict()}), actor=None)
 
     assert [(event["kind"], event["detail"]) for event in events_of(trigger)] == [
         ("request", "move-requested")
@@ -309,7 +310,7 @@ def test_what_is_waited_for_costs_no_event(world):
     look = StageWatcher(Run(world.store, KEY), Watching.from_dict(world.watching()), compute="x", holder="t")
     said(look)
     world.backend.set_state(world.handle, "pending", detail="no room")
-    world.log.append_request("move-requested", {"target": ALLOCATION.to_dict()}, actor=None)
+    world.log.append_request(read_body("move-requested", {"target": ALLOCATION.to_dict()}), actor=None)
     world.store.add("refuse", "write", "*", times=1)
 
     wake = look.once(lambda _line: None)
@@ -472,7 +473,7 @@ def test_a_kill_that_races_with_a_new_owner_does_nothing(world, monkeypatch):
         state = real(self)
         if not once:
             once.append(True)
-            rival.append(state.number, "owner", {"reason": "taken over"}, actor=Actor("ti-2", 2, 4))
+            rival.append(state.number, NewOwner(reason="taken over"), actor=Actor("ti-2", 2, 4))
         return state
 
     monkeypatch.setattr(EventLog, "load", load)

@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from envscaler_airflow.backends.base import Handle
 from envscaler_airflow.backends.local import LocalBackend, files
 from envscaler_airflow.backends.local.machine import Identity, Machine
 from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.run import Handle
 
 HERE = Identity("host-a", "machine-1", "boot-1", "pid:[1]")
 GONE = {"pid": 2**22 + 1, "start": 1}
