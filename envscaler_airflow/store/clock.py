@@ -5,7 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
+
+from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.store.names import MAX_BYTES
 
 STEP_S = 2.0
 """Largest difference that is not a clock step, seconds. Chosen: HTTP dates are cut to whole seconds, and a
@@ -40,6 +44,58 @@ class StoreDates:
         if self._ahead_s is None or at - self._seen_at > max_age_s:
             return None
         return at + self._ahead_s
+
+
+class DatedStore:
+    """What every store has in common: its time, and reads without the date or with a limit.
+
+    A subclass has ``read_dated`` and ``uri`` of :class:`~envscaler_airflow.store.base.Store`.
+    """
+
+    _max_age_s = float("inf")
+    """Largest age of the last date, seconds."""
+
+    def __init__(self) -> None:
+        """Start without a date."""
+        self._dates = StoreDates()
+
+    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Bytes of *name*; None when it is absent."""
+        found = self.read_dated(name, max_bytes=max_bytes)
+        return None if found is None else found[0]
+
+    def now(self) -> float:
+        """The store's time, from the date of its last response; this machine's if it reports none.
+
+        Before the first response, and when the last is too old, this sends a request.
+        """
+        known = self._dates.now(max_age_s=self._max_age_s)
+        if known is None:
+            with suppress(StoreError, OSError):
+                self._ask_date()
+            known = self._dates.now()
+        return time.time() if known is None else known
+
+    def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
+        """Bytes of *name* and its write time by the store's clock."""
+        raise NotImplementedError
+
+    def uri(self, name: str) -> str:
+        """URL of *name*."""
+        raise NotImplementedError
+
+    def _ask_date(self) -> None:
+        """Send the cheapest request whose response has a date."""
+        raise NotImplementedError
+
+    def _check_size(self, name: str, size: int, max_bytes: int) -> None:
+        """Refuse what is larger than the caller reads.
+
+        Raises:
+            ProtocolError: It is.
+        """
+        if size > max_bytes:
+            raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
 
 
 def date_of(value: object) -> float | None:

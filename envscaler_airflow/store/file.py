@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import stat
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.store.clock import StoreDates
+from envscaler_airflow.store.clock import DatedStore
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,
@@ -36,8 +35,6 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp\Z")
 _TRIES = 16
 """Retries of a write whose folder a concurrent delete removes. Chosen: each retry needs another delete."""
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
-_ASK_EVERY_S = 3600.0
-"""Largest age of the last date, seconds. Chosen: a monotonic clock stops while a machine sleeps."""
 _COPY_BYTES = 1 << 20  # chosen: few calls, little memory
 _LASTING = frozenset(
     {
@@ -54,7 +51,7 @@ _LASTING = frozenset(
 """Errors that a retry does not fix; all others (full or stale disks, too many files) may pass."""
 
 
-class FileStore:
+class FileStore(DatedStore):
     """Files below one folder.
 
     ``write`` uses a temporary file, fsync and rename; ``create`` uses a temporary file, fsync and link. So a
@@ -74,24 +71,20 @@ class FileStore:
         Raises:
             ProtocolError: *root* is not absolute.
         """
+        super().__init__()
         if not root.is_absolute():
             raise ProtocolError(f"store folder {str(root)!r} is not absolute: write file:///path")
         self.root = Path("/" + os.path.normpath(root).lstrip("/"))
         self.url = f"file://{self.root}"
         self._must_exist = must_exist
         self._inode: int | None = None
-        self._dates = StoreDates()
 
     at_once = AT_ONCE
-
-    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
-        """Bytes of *name*; None when it is absent."""
-        found = self.read_dated(name, max_bytes=max_bytes)
-        return None if found is None else found[0]
+    _max_age_s = 3600.0  # chosen: a monotonic clock stops while a machine sleeps
 
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
         """Bytes of *name* and its mtime; None when it is absent."""
-        with self._told(name):
+        with self._store_errors(name):
             file = self._open(name)
             if file is None:
                 return None
@@ -100,24 +93,11 @@ class FileStore:
                 size = facts.st_size
                 data = file.read(max_bytes + 1) if size <= max_bytes else b""
         size = max(size, len(data))
-        if size > max_bytes:
-            raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
+        self._check_size(name, size, max_bytes)
         return data, facts.st_mtime
 
-    def now(self) -> float:
-        """The filesystem's time (on NFS the server's), based on this process's last write there.
-
-        Before its first write, a process creates an unnamed file, or one that it removes at once, to read the
-        time. A process without write permission uses this machine's time.
-        """
-        known = self._dates.now(max_age_s=_ASK_EVERY_S)
-        if known is None:
-            with suppress(StoreError, OSError):
-                self._ask_date()
-            known = self._dates.now()
-        return time.time() if known is None else known
-
     def _ask_date(self) -> None:
+        """Create an unnamed file, or one that is removed at once; on NFS its time is the server's."""
         folder = self._open_root(make=False)
         try:
             self._dates.seen(_date_in(folder))
@@ -144,7 +124,7 @@ class FileStore:
 
     def get_file(self, name: str, target: Path | BinaryIO) -> None:
         """Copy *name* to a local file; atomically if the target is a path."""
-        with self._told(name):
+        with self._store_errors(name):
             file = self._open(name)
         if file is None:
             raise StoreError(f"{self.uri(name)} is absent")
@@ -154,7 +134,7 @@ class FileStore:
 
     def size(self, name: str) -> int | None:
         """Bytes of *name*; None when it is absent."""
-        with self._told(name):
+        with self._store_errors(name):
             file = self._open(name)
             if file is None:
                 return None
@@ -164,7 +144,7 @@ class FileStore:
     def delete(self, name: str) -> None:
         """Delete *name*; do nothing if it is absent."""
         *folders, last = check_name(name).split("/")
-        with self._told(name), self._folder(folders) as folder:
+        with self._store_errors(name), self._folder(folders) as folder:
             if folder is None:
                 return
             # A name cannot delete a folder, as in an object store.
@@ -175,7 +155,7 @@ class FileStore:
     def delete_tree(self, prefix: str) -> None:
         """Delete everything below *prefix*, manifests first; if it is a link, delete the link."""
         *folders, last = check_tree(prefix).split("/")
-        with self._told(prefix), self._folder(folders) as folder:
+        with self._store_errors(prefix), self._folder(folders) as folder:
             if folder is not None:
                 manifests = [name for name, _ in _walk_into(folder, last) if is_manifest(name)]
                 for name in manifests:
@@ -186,19 +166,19 @@ class FileStore:
     def names(self, prefix: str) -> list[str]:
         """Every name below *prefix*, sorted."""
         bare = check_prefix(prefix)
-        with self._told(bare), self._folder(bare.split("/") if bare else []) as folder:
+        with self._store_errors(bare), self._folder(bare.split("/") if bare else []) as folder:
             return [] if folder is None else sorted(join(bare, name) for name, _ in _walk_sizes(folder))
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every name below *prefix*."""
         bare = check_prefix(prefix)
-        with self._told(bare), self._folder(bare.split("/") if bare else []) as folder:
+        with self._store_errors(bare), self._folder(bare.split("/") if bare else []) as folder:
             return {} if folder is None else {join(bare, name): size for name, size in _walk_sizes(folder)}
 
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*, sorted."""
         bare = check_prefix(prefix)
-        with self._told(bare), self._folder(bare.split("/") if bare else []) as folder:
+        with self._store_errors(bare), self._folder(bare.split("/") if bare else []) as folder:
             return [] if folder is None else sorted(_children(folder))
 
     def uri(self, name: str) -> str:
@@ -210,7 +190,7 @@ class FileStore:
         *folders, last = check_name(name).split("/")
         if _TEMPORARY.match(last):
             raise ProtocolError(f"name {name!r} has the form of this store's temporary files: use another")
-        with self._told(name):
+        with self._store_errors(name):
             for _ in range(_TRIES):
                 # A delete may remove the empty folder after we create it and before we create our first file
                 # in it.
@@ -242,7 +222,7 @@ class FileStore:
         raise ProtocolError(f"{self.uri(name)} is neither a file nor a folder: remove it")
 
     def _chunk(self, file: BinaryIO, name: str) -> bytes:
-        with self._told(name):
+        with self._store_errors(name):
             return file.read(_COPY_BYTES)
 
     @contextmanager
@@ -304,7 +284,7 @@ class FileStore:
             return
 
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _store_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except OSError as err:

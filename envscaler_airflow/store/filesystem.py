@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,9 +14,9 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from envscaler_airflow.errors import EnvScalerError, ProtocolError, SpecError, StoreError
+from envscaler_airflow.errors import EnvScalerError, SpecError, StoreError
 from envscaler_airflow.local_files import landing
-from envscaler_airflow.store.clock import StoreDates, written_at
+from envscaler_airflow.store.clock import DatedStore, written_at
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,
@@ -39,15 +38,12 @@ Source: gcsfs 2026.10 (``ifGenerationMatch=0``), adlfs 2026.8 (``overwrite=False
 detects older versions that accept the mode and ignore it.
 """
 
-_ASK_EVERY_S = 3600.0
-"""Largest age of the last date, seconds. Chosen: three requests an hour, and clocks drift by milliseconds."""
-
 
 _PAGES = frozenset({"http", "https"})
 """Schemes with which fsspec reads web pages; they are read-only."""
 
 
-class FilesystemStore:
+class FilesystemStore(DatedStore):
     """Objects below a URL that fsspec supports.
 
     The guarantee of ``create`` depends on the filesystem, see :attr:`create_is_atomic`:
@@ -61,6 +57,8 @@ class FilesystemStore:
     ``write`` and ``put_file`` are atomic if the filesystem shows only complete objects, as object stores do.
     """
 
+    _max_age_s = 3600.0  # chosen: three requests an hour, and clocks drift by milliseconds
+
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         """Open *url* with fsspec and pass *options* to the filesystem.
 
@@ -68,6 +66,7 @@ class FilesystemStore:
             SpecError: fsspec does not support the protocol, or its package is missing.
             StoreError: The filesystem connects when opened, and that failed.
         """
+        super().__init__()
         scheme = url.partition("://")[0]
         if scheme in _PAGES:
             raise SpecError(
@@ -85,7 +84,6 @@ class FilesystemStore:
         except OSError as err:
             raise StoreError(f"store {url}: {type(err).__name__}: {err}", transient=True) from err
         self._root: str = root.rstrip("/")
-        self._dates = StoreDates()
         self.url = url.rstrip("/") if not url.endswith("://") else url
         protocol = self._fs.protocol
         # ``async_impl`` marks clients that support concurrent calls. Of others, such as SFTP's, this is
@@ -95,29 +93,12 @@ class FilesystemStore:
             ATOMIC_CREATE & set((protocol,) if isinstance(protocol, str) else protocol)
         )
 
-    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
-        """Bytes of *name*; None when it is absent."""
-        found = self.read_dated(name, max_bytes=max_bytes)
-        return None if found is None else found[0]
-
-    def now(self) -> float:
-        """The time of the filesystem, based on the write time of an object written within the last hour.
-
-        fsspec does not expose the dates of responses, so this writes and removes an object. If the filesystem
-        reports no times or does not answer, this returns this machine's time.
-        """
-        known = self._dates.now(max_age_s=_ASK_EVERY_S)
-        if known is None:
-            with suppress(StoreError):
-                self._ask_date()
-            known = self._dates.now()
-        return time.time() if known is None else known
-
     def _ask_date(self) -> None:
+        """Write and remove an object: fsspec does not expose the dates of responses."""
         name = f".date-{uuid.uuid4().hex}"
         try:
             self.write(name, b"1")
-            with self._told(name):
+            with self._store_errors(name):
                 self._dates.seen(written_at(self._info(self._path(name)) or {}))
         finally:
             self.delete(name)
@@ -125,7 +106,7 @@ class FilesystemStore:
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
         """Bytes of *name* and its write time by the filesystem; None when it is absent."""
         path = self._path(name)
-        with self._told(name):
+        with self._store_errors(name):
             facts = self._info(path)
             if facts is None:
                 return None
@@ -135,20 +116,19 @@ class FilesystemStore:
             except FileNotFoundError:
                 return None
         size = max(size, len(data))
-        if size > max_bytes:
-            raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
+        self._check_size(name, size, max_bytes)
         return bytes(data), written_at(facts)
 
     def write(self, name: str, data: bytes) -> None:
         """Write *data* to *name*; replaces an existing object."""
         path = self._path(name)
-        with self._told(name):
+        with self._store_errors(name):
             self._pipe(path, data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write *data* to *name* unless it exists; return True if this call created it."""
         path = self._path(name)
-        with self._told(name):
+        with self._store_errors(name):
             if not self.create_is_atomic:
                 return self._create_weakly(path, data)
             try:
@@ -161,7 +141,7 @@ class FilesystemStore:
         """Copy a local file to *name*."""
         path = str(source) if isinstance(source, Path) else descriptor_path(source)
         target, size = self._path(name), Path(path).stat().st_size
-        with self._told(name):
+        with self._store_errors(name):
             self._fs.put_file(path, target)
             stored = self._size(target)
         if stored != size:
@@ -179,7 +159,7 @@ class FilesystemStore:
 
     def _get(self, name: str, path: str) -> None:
         source = self._path(name)
-        with self._told(name):
+        with self._store_errors(name):
             if self._size(source) is None:
                 raise StoreError(f"{self.uri(name)} is absent")
             self._fs.get_file(source, path)
@@ -191,19 +171,19 @@ class FilesystemStore:
     def size(self, name: str) -> int | None:
         """Bytes of *name*; None when it is absent."""
         path = self._path(name)
-        with self._told(name):
+        with self._store_errors(name):
             return self._size(path)
 
     def version(self, name: str) -> str | None:
         """What the filesystem reports for *name*, such as its ETag or times; None when it is absent."""
         path = self._path(name)
-        with self._told(name):
+        with self._store_errors(name):
             return None if self._size(path) is None else str(self._fs.ukey(path))
 
     def delete(self, name: str) -> None:
         """Delete *name*; do nothing if it is absent."""
         path = self._path(name)
-        with self._told(name):
+        with self._store_errors(name):
             if self._size(path) is None:
                 return
             try:
@@ -226,7 +206,7 @@ class FilesystemStore:
 
     def _found(self, bare: str) -> dict[str, Any]:
         """What the filesystem reports for each name below *bare*."""
-        with self._told(bare):
+        with self._store_errors(bare):
             self._fs.invalidate_cache()
             try:
                 paths = self._find(join(self._root, bare) or "/")
@@ -309,7 +289,7 @@ class FilesystemStore:
         return bool(self._fs.cat_file(path) == data)
 
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _store_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except EnvScalerError:

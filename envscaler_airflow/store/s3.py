@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -18,8 +17,8 @@ from botocore import exceptions as refusals
 from botocore.config import Config
 from s3transfer import exceptions as transfers
 
-from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.store.clock import StoreDates, date_of
+from envscaler_airflow.errors import SpecError, StoreError
+from envscaler_airflow.store.clock import DatedStore, StoreDates, date_of
 from envscaler_airflow.store.names import (
     AT_ONCE,
     MAX_BYTES,
@@ -71,7 +70,7 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-class S3Store:
+class S3Store(DatedStore):
     """Objects below ``s3://bucket/prefix``.
 
     ``create`` is a PUT with ``If-None-Match: *``: exactly one of two creators wins. S3 returns 412 to the
@@ -97,6 +96,7 @@ class S3Store:
         Raises:
             SpecError: An option is not known.
         """
+        super().__init__()
         self._bucket = bucket
         self._prefix = check_prefix(prefix)
         given = dict(options or {})
@@ -104,27 +104,17 @@ class S3Store:
         self._extra: dict[str, Any] = dict(given.get("extra_args") or {})
         self._client = _client(given)
         self.url = f"s3://{join(bucket, self._prefix)}"
-        self._dates = StoreDates()
         self._client.meta.events.register("after-call.s3", _tells(self._dates))
 
     at_once = AT_ONCE
 
-    def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
-        """Bytes of *name*; None when it is absent."""
-        found = self.read_dated(name, max_bytes=max_bytes)
-        return None if found is None else found[0]
-
-    def now(self) -> float:
-        """The date of the last response of S3 plus the time since then."""
-        if self._dates.now() is None:
-            with suppress(StoreError), self._told(""):
-                self._client.head_bucket(Bucket=self._bucket)
-        known = self._dates.now()
-        return time.time() if known is None else known
+    def _ask_date(self) -> None:
+        with self._store_errors(""):
+            self._client.head_bucket(Bucket=self._bucket)
 
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
         """Bytes of *name* and its LastModified; None when it is absent."""
-        with self._told(name):
+        with self._store_errors(name):
             try:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
             except self._client.exceptions.NoSuchKey:
@@ -133,19 +123,18 @@ class S3Store:
             with closing(answer["Body"]) as body:
                 size = answer["ContentLength"]
                 data = body.read() if size <= max_bytes else b""
-        if size > max_bytes:
-            raise ProtocolError(f"{self.uri(name)}: {size} bytes, at most {max_bytes} are read")
+        self._check_size(name, size, max_bytes)
         return data, date_of(answer.get("LastModified"))
 
     def write(self, name: str, data: bytes) -> None:
         """Write *data* to *name*, atomically; replaces an existing object."""
-        with self._told(name):
+        with self._store_errors(name):
             self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=data, **self._extra)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write *data* to *name* unless it exists; return True if this call created it."""
         key = self._key(name)
-        with self._told(name):
+        with self._store_errors(name):
             try:
                 self._client.put_object(
                     Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*", **self._extra
@@ -159,7 +148,7 @@ class S3Store:
     def put_file(self, name: str, source: Path | BinaryIO) -> None:
         """Upload a local file to *name*, in parts when large; it becomes visible when complete."""
         key = self._key(name)
-        with reading(source) as stream, self._told(name):
+        with reading(source) as stream, self._store_errors(name):
             if os.fstat(stream.fileno()).st_size <= _ONE_REQUEST_BYTES:
                 self._client.put_object(Bucket=self._bucket, Key=key, Body=stream, **self._extra)
             else:
@@ -168,13 +157,13 @@ class S3Store:
     def get_file(self, name: str, target: Path | BinaryIO) -> None:
         """Download *name* to a local file; atomically if the target is a path."""
         key = self._key(name)
-        with arriving(target) as stream, self._told(name):
+        with arriving(target) as stream, self._store_errors(name):
             self._client.download_fileobj(self._bucket, key, stream)
 
     def size(self, name: str) -> int | None:
         """Bytes of *name*; None when it is absent."""
         key = self._key(name)
-        with self._told(name):
+        with self._store_errors(name):
             try:
                 return self._client.head_object(Bucket=self._bucket, Key=key)["ContentLength"]
             except refusals.ClientError as err:
@@ -187,7 +176,7 @@ class S3Store:
     def version(self, name: str) -> str | None:
         """ETag of *name*; None when it is absent."""
         key = self._key(name)
-        with self._told(name):
+        with self._store_errors(name):
             try:
                 return self._client.head_object(Bucket=self._bucket, Key=key)["ETag"]
             except refusals.ClientError as err:
@@ -197,13 +186,13 @@ class S3Store:
 
     def delete(self, name: str) -> None:
         """Delete *name*; do nothing if it is absent."""
-        with self._told(name):
+        with self._store_errors(name):
             self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
 
     def delete_tree(self, prefix: str) -> None:
         """Delete everything below *prefix*, manifests first."""
         bare = check_tree(prefix)
-        with self._told(bare):
+        with self._store_errors(bare):
             keys = self._keys(self._below(bare))
             manifests = [key for key in keys if is_manifest(key)]
             # Within one request S3 does not guarantee an order.
@@ -214,7 +203,7 @@ class S3Store:
         """Every name below *prefix*, sorted."""
         bare = check_prefix(prefix)
         skip = len(self._below(""))
-        with self._told(bare):
+        with self._store_errors(bare):
             names = [key[skip:] for key in self._keys(self._below(bare))]
         # Consoles create "folders" as empty objects whose keys end with a slash; skip them.
         return sorted(name for name in names if is_name(name))
@@ -223,7 +212,7 @@ class S3Store:
         """Bytes of every name below *prefix*, a thousand per request."""
         bare = check_prefix(prefix)
         skip = len(self._below(""))
-        with self._told(bare):
+        with self._store_errors(bare):
             found = {item["Key"][skip:]: item["Size"] for item in self._listed(self._below(bare))}
         return {name: size for name, size in found.items() if is_name(name)}
 
@@ -231,7 +220,7 @@ class S3Store:
         """First parts of the names below *prefix*, sorted."""
         bare = check_prefix(prefix)
         below = self._below(bare)
-        with self._told(bare):
+        with self._store_errors(bare):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=below, Delimiter="/"
             )
@@ -271,7 +260,7 @@ class S3Store:
             )
 
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def _store_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except refusals.ClientError as err:
