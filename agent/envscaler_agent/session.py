@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, Optional, Type, 
 from envscaler_agent import ranks as rk
 from envscaler_agent import saving
 from envscaler_agent import spool as ex
+from envscaler_agent.ending import EXIT_LEFT, EXIT_STOPPED
 from envscaler_agent.errors import CheckpointError, ProtocolError
-from envscaler_agent.exit_codes import EXIT_LEFT, EXIT_STOPPED
 from envscaler_agent.progress import SLOW_PHASES, Rate
 from envscaler_agent.protocol import Control, checkpoint_name
 

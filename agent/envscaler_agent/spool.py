@@ -28,8 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
+from envscaler_agent.ending import EXIT_CODES
 from envscaler_agent.errors import ProtocolError
-from envscaler_agent.exit_codes import EXIT_CODES
 from envscaler_agent.protocol import MAX_JSON_BYTES, SCHEMA, Message, Progress, read_object
 
 ENV = "ENVSCALER_SPOOL"

@@ -21,9 +21,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from envscaler_agent import process
 from envscaler_agent import spool as ex
-from envscaler_agent.ending import EXIT_NOT_EXECUTABLE, Ask, End, Facts, due_signal, tell_end
+from envscaler_agent.ending import EXIT_CODES, EXIT_NOT_EXECUTABLE, Ask, End, Facts, due_signal, tell_end
 from envscaler_agent.errors import ProtocolError
-from envscaler_agent.exit_codes import EXIT_CODES
 from envscaler_agent.host import oom_kills
 from envscaler_agent.output import (
     LOG_CHUNK_BYTES,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fit import FILES, TUNED, unseen
 
-from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotJob, policy, tables
+from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotJob, cost_table, policy
 from envscaler_airflow.simulate.compared_policies import UniformProgress
 from envscaler_airflow.simulate.spot import simulate_spot
 from envscaler_airflow.simulate.traces import read_traces
@@ -58,7 +58,7 @@ def ratio(data: Path, at: int, cell: tuple[float, float], zones: int) -> float |
 
 def means(data: Path, faster: float, together: float) -> tuple[str, str]:
     """Mean over sets and cells, of one zone and of three."""
-    tables.FASTER, policy.TOGETHER = faster, together
+    cost_table.FASTER, policy.TOGETHER = faster, together
     one = [ratio(data, at, cell, 1) for at in range(len(FILES)) for cell in CELLS]
     three = [ratio(data, at, (52, 0.2), 3) for at in range(len(FILES))]
     return _mean(one), _mean(three)

@@ -32,9 +32,8 @@ from envscaler_airflow.images.build import (
 )
 from envscaler_airflow.images.builders import Builder, Container, find_builder
 from envscaler_airflow.images.cuda import broken_for, software
-from envscaler_airflow.images.locks import apply_lock
+from envscaler_airflow.images.locks import apply_lock, find_conflicts, resolve
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
-from envscaler_airflow.images.resolve import find_conflicts, resolve
 from envscaler_airflow.images.stage_image import image_name
 from envscaler_airflow.store.base import open_store
 

@@ -20,10 +20,9 @@ from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.build import BuildOptions, build_image
 from envscaler_airflow.images.builders import Builder, Container, find_builder
 from envscaler_airflow.images.dry_run import best_fit, lacking_volumes, lacks
-from envscaler_airflow.images.locks import LOCK, Lock, apply_lock
+from envscaler_airflow.images.locks import LOCK, Lock, apply_lock, resolve
 from envscaler_airflow.images.needs import Here, look_here
 from envscaler_airflow.images.requirement_files import read_requirements
-from envscaler_airflow.images.resolve import resolve
 from envscaler_airflow.launch import PORT, Launch, Paths, launch_of
 from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.inputs import copy_in

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from envscaler_agent.exit_codes import EXIT_STOPPED
+from envscaler_agent.ending import EXIT_STOPPED
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.follow import StageStory
 from envscaler_airflow.cli.owners import write_owner

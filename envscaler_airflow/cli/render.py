@@ -24,8 +24,8 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.images.dockerfile import ImageOptions
+from envscaler_airflow.images.locks import resolve
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
-from envscaler_airflow.images.resolve import resolve
 from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.images.targets import RENDERINGS, VARIANTS, render_spec
 from envscaler_airflow.images.targets import render as render_target

@@ -26,7 +26,7 @@ from envscaler_airflow.envspec import patterns
 from envscaler_airflow.envspec.documents import Node
 from envscaler_airflow.envspec.faults import Faults
 from envscaler_airflow.envspec.parameters import BROKEN, MAX_NUMBER, Parameter
-from envscaler_airflow.envspec.scripts import ScriptKind, scripts
+from envscaler_airflow.envspec.secrets import ScriptKind, scripts
 
 MAX_TEMPLATE = 10_000
 """Longest text with a template, characters. Chosen: several times an entrypoint's script."""

@@ -31,15 +31,17 @@ from envscaler_airflow.scaling.decision import (
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.guards import holds, holds_all
 from envscaler_airflow.scaling.observation import (
+    Ask,
     Done,
+    Metric,
     Observation,
     Sample,
+    ask_metrics,
     recent,
     usage_samples,
     work_of,
 )
 from envscaler_airflow.scaling.outlook import Outlook, outlook
-from envscaler_airflow.scaling.queries import Ask, Metric, ask_metrics
 from envscaler_airflow.scaling.registry import all_policies
 
 

@@ -14,8 +14,7 @@ from envscaler_airflow.planning import Allocation, Estimate, Offer, Speed
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.record import Record, check_finite
 from envscaler_airflow.scaling.explore import Measured
-from envscaler_airflow.scaling.observation import Observation
-from envscaler_airflow.scaling.queries import Across, Metric
+from envscaler_airflow.scaling.observation import Across, Metric, Observation
 
 Action = Literal["keep", "move", "recommend"]
 

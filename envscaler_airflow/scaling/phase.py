@@ -23,9 +23,8 @@ from envscaler_airflow.scaling.decision import (
     StartFacts,
     Want,
 )
-from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.observation import Metric, Observation
 from envscaler_airflow.scaling.outlook import Outlook, outlook
-from envscaler_airflow.scaling.queries import Metric
 
 SIGNALS = (("loading", 20.0, 40.0), ("evaluation", 50.0, 70.0), ("training", 70.0, 95.0))
 """GPU utilization in percent that identifies a phase. Chosen: loading waits for its input, evaluation has no

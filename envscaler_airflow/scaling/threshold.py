@@ -10,9 +10,8 @@ from typing import Any
 
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.decision import Policy, Proposal, ScalingPolicy, ThresholdRule, Want
-from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.observation import ACROSS, CPU_UTILIZATION, Observation, mean
 from envscaler_airflow.scaling.outlook import outlook
-from envscaler_airflow.scaling.queries import ACROSS, CPU_UTILIZATION, mean
 
 STALE_S = 120.0
 """A metric whose newest sample is older is missing. Chosen: four checks of the sensor's default interval."""

@@ -8,9 +8,8 @@ from typing import Any
 
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling.decision import Policy, Proposal, ScalingPolicy, Want
-from envscaler_airflow.scaling.observation import Observation
+from envscaler_airflow.scaling.observation import Metric, Observation
 from envscaler_airflow.scaling.outlook import outlook
-from envscaler_airflow.scaling.queries import Metric
 
 HIGH, LOW = 85.0, 40.0
 """Usage in percent: above the first the node has too little, below the second too much. Chosen."""

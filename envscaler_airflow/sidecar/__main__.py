@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from envscaler_agent.exit_codes import EXIT_ORPHANED
+from envscaler_agent.ending import EXIT_ORPHANED
 from envscaler_airflow.errors import EnvScalerError
 from envscaler_airflow.sidecar.context import SidecarContext, UnheededError, load_store_keys
 from envscaler_airflow.sidecar.loop import Sidecar

@@ -13,7 +13,7 @@ from fakes.wrapped import TRAIN, Node
 
 from envscaler_agent import process
 from envscaler_agent import spool as ex
-from envscaler_agent.exit_codes import (
+from envscaler_agent.ending import (
     EXIT_LEFT,
     EXIT_NOT_FOUND,
     EXIT_ORPHANED,

@@ -26,9 +26,9 @@ os._exit(0)
 OWNER = """
 import signal, sys, time
 from pathlib import Path
-from envscaler_airflow.testing import processes
+from envscaler_airflow.testing import airflow_services
 home = Path(sys.argv[1])
-processes.start_guard(home)
+airflow_services.start_guard(home)
 print("guarded", flush=True)
 time.sleep(60)
 """

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envscaler_agent.exit_codes import EXIT_LEFT
+from envscaler_agent.ending import EXIT_LEFT
 from envscaler_agent.protocol import Control, parse_checkpoint_name
 
 STAGES = Path(__file__).parents[2] / "dags/examples/text_classifier"

@@ -9,7 +9,7 @@ import json
 import signal
 from dataclasses import replace
 
-from envscaler_agent.exit_codes import reason_of
+from envscaler_agent.ending import reason_of
 from envscaler_agent.protocol import END_REASONS
 from envscaler_airflow.backends.base import SILENT, AttemptStatus, NodeEnd
 from envscaler_airflow.backends.kubernetes import names

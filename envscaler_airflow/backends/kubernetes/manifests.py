@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from envscaler_agent.exit_codes import EXIT_CODES
+from envscaler_agent.ending import EXIT_CODES
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import mounts as at
 from envscaler_airflow.backends.kubernetes import names, security

@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any
 from envscaler_agent.process import ADDRESS as MEETING
 from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, Backend, NodeEnd
 from envscaler_airflow.backends.local import files
-from envscaler_airflow.backends.local.environment import node_env, training_pythonpath
 from envscaler_airflow.backends.local.machine import Machine, this_machine
+from envscaler_airflow.backends.local.node_environment import (
+    node_env,
+    training_pythonpath,
+)
 from envscaler_airflow.backends.local.node_plan import Programs, attempt_name, render_attempt
 from envscaler_airflow.backends.local.node_status import NodeView, views, was_started
 from envscaler_airflow.backends.local.output import read_output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from envscaler_agent.exit_codes import EXIT_CODES, reason_of
+from envscaler_agent.ending import EXIT_CODES, reason_of
 from envscaler_agent.protocol import END_REASONS, Ended
 from envscaler_airflow.backends.base import NodeEnd
 

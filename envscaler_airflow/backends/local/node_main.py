@@ -17,14 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from envscaler_agent.exit_codes import EXIT_ORPHANED
+from envscaler_agent.ending import EXIT_ORPHANED
 from envscaler_agent.spool import Spool
 from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.cgroups import Cage, Limits, build_cage
-from envscaler_airflow.backends.local.environment import sidecar_env, training_env
 from envscaler_airflow.backends.local.machine import this_identity
 from envscaler_airflow.backends.local.node_end import ended_of, tell_end
+from envscaler_airflow.backends.local.node_environment import sidecar_env, training_env
 from envscaler_airflow.backends.local.output import OutputWriter
 from envscaler_airflow.backends.local.processes import ProcessId, Survivors, descendants, kill_all
 from envscaler_airflow.errors import BackendError

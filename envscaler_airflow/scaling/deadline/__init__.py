@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from envscaler_airflow.scaling.deadline.cost_table import Others, Table, build_table
 from envscaler_airflow.scaling.deadline.policy import DeadlinePolicy
 from envscaler_airflow.scaling.deadline.risk import Hazard, Risk
 from envscaler_airflow.scaling.deadline.spot_job import (
@@ -11,7 +12,6 @@ from envscaler_airflow.scaling.deadline.spot_job import (
     is_safe,
     slack_s,
 )
-from envscaler_airflow.scaling.deadline.tables import Others, Table, build_table
 
 __all__ = [
     "ON_DEMAND",

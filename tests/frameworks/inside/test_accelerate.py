@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
-from envscaler_agent.exit_codes import EXIT_LEFT
+from envscaler_agent.ending import EXIT_LEFT
 from envscaler_agent.frameworks.accelerate import AcceleratedSession
 
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(2))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from envscaler_agent.exit_codes import EXIT_LEFT
+from envscaler_agent.ending import EXIT_LEFT
 from envscaler_agent.frameworks.keras import SessionCallback
 from envscaler_agent.frameworks.torch import ResumableLoader
 

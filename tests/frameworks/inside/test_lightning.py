@@ -8,7 +8,7 @@ import lightning
 import pytest
 import torch
 
-from envscaler_agent.exit_codes import EXIT_LEFT
+from envscaler_agent.ending import EXIT_LEFT
 from envscaler_agent.frameworks.lightning import SessionCallback
 from envscaler_agent.frameworks.torch import ResumableLoader
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from envscaler_agent.exit_codes import EXIT_LEFT
+from envscaler_agent.ending import EXIT_LEFT
 from envscaler_agent.frameworks.transformers import SessionCallback
 
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_agent.ending import Ask, End, Facts, due_signal, tell_end
-from envscaler_agent.exit_codes import EXIT_LEFT, EXIT_ORPHANED, EXIT_STOPPED
+from envscaler_agent.ending import (
+    EXIT_LEFT,
+    EXIT_ORPHANED,
+    EXIT_STOPPED,
+    Ask,
+    End,
+    Facts,
+    due_signal,
+    tell_end,
+)
 
 
 def reason(end, *lines):

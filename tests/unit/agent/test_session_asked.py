@@ -4,7 +4,7 @@ import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
 
 from envscaler_agent import spool as ex
-from envscaler_agent.exit_codes import EXIT_LEFT, EXIT_STOPPED
+from envscaler_agent.ending import EXIT_LEFT, EXIT_STOPPED
 from envscaler_airflow.errors import CheckpointError
 
 

@@ -5,7 +5,7 @@ from fakes.session_rig import LAUNCHER, Rig, name
 
 from envscaler_agent import ranks as rk
 from envscaler_agent import session as module
-from envscaler_agent.exit_codes import EXIT_LEFT
+from envscaler_agent.ending import EXIT_LEFT
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.images.locks import Finding, find_conflicts, resolve
 from envscaler_airflow.images.programs import uv_program
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
-from envscaler_airflow.images.resolve import Finding, find_conflicts, resolve
 
 
 def wheel(folder, name: str, version: str, *needs: str) -> None:

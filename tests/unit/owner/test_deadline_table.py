@@ -13,7 +13,7 @@ from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.scaling import Check, Policy, StartFacts, replay
 from envscaler_airflow.scaling.deadline import Table
-from envscaler_airflow.scaling.deadline.live import DEADLINE, job_of
+from envscaler_airflow.scaling.deadline.policy import DEADLINE, job_of
 from envscaler_airflow.store.run import Run
 
 DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)

@@ -17,7 +17,7 @@ from envscaler_airflow.owner import policies
 from envscaler_airflow.planning import Allocation, Offer, Speed
 from envscaler_airflow.scaling import Observation, Policy
 from envscaler_airflow.scaling.deadline import SpotJob, Table
-from envscaler_airflow.scaling.deadline.tables import _ROW
+from envscaler_airflow.scaling.deadline.cost_table import _ROW
 from envscaler_airflow.store.run import Run
 
 JOB = SpotJob(ticks=10, gap_s=600.0, work_s=0.0, overhead_s=60.0, on_demand_usd=3.0, spot_usd=1.0)
@@ -84,7 +84,7 @@ def test_what_is_no_table_is_none(world, data):
 
 def test_a_table_that_unpacks_without_end_takes_no_memory(monkeypatch):
     """A megabyte in the store would unpack to a gigabyte."""
-    monkeypatch.setattr("envscaler_airflow.scaling.deadline.tables.MAX_UNPACKED", 1 << 20)
+    monkeypatch.setattr("envscaler_airflow.scaling.deadline.cost_table.MAX_UNPACKED", 1 << 20)
     bomb = zlib.compress(bytes(1 << 26), 9)
     tracemalloc.start()
     with pytest.raises(ValueError, match="more than 1048576 bytes"):

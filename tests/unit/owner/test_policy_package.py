@@ -33,7 +33,7 @@ from envscaler_airflow.scaling import (
     all_policies,
     replay,
 )
-from envscaler_airflow.scaling.deadline.live import DEADLINE
+from envscaler_airflow.scaling.deadline.policy import DEADLINE
 from envscaler_airflow.scaling.registry import check_policy
 from envscaler_airflow.scaling.vertical import VERTICAL
 from envscaler_airflow.store.decisions import read_decisions

@@ -10,7 +10,7 @@ import pytest
 from fakes.run_events import SMALL, begun, ended, intended, life, run, started
 
 from envscaler_agent import ending
-from envscaler_agent.exit_codes import EXIT_CODES
+from envscaler_agent.ending import EXIT_CODES
 from envscaler_agent.protocol import END_REASONS, Ended, Status
 from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.backends.kubernetes import backend

@@ -22,7 +22,7 @@ from envscaler_airflow.scaling import (
     replay,
 )
 from envscaler_airflow.scaling.deadline import SpotJob, build_table
-from envscaler_airflow.scaling.deadline.live import meet_deadline
+from envscaler_airflow.scaling.deadline.policy import meet_deadline
 from envscaler_airflow.scaling.interval import checkpoint_interval_s, price_aware_interval_s, price_risk
 from envscaler_airflow.scaling.vertical import time_to_limit
 

@@ -11,7 +11,7 @@ from envscaler_airflow.owner.policies import policies_of
 from envscaler_airflow.planning import Allocation, Estimate, Offer, Overheads, Speed, Speedup
 from envscaler_airflow.scaling import Check, Observation, Policy, Proposal, Want, decide
 from envscaler_airflow.scaling.deadline import ON_DEMAND, SpotJob
-from envscaler_airflow.scaling.deadline.live import DEADLINE
+from envscaler_airflow.scaling.deadline.policy import DEADLINE
 from envscaler_airflow.scaling.registry import all_policies
 from envscaler_airflow.simulate.compared_policies import OnDemand, UniformProgress
 from envscaler_airflow.simulate.elastic import Config, ElasticJob, Model, Step, simulate_elastic
