@@ -30,7 +30,7 @@ from envscaler_airflow.images.requirement_files import Requirements, read_requir
 from envscaler_airflow.images.venv import install_command
 
 if TYPE_CHECKING:
-    from envscaler_airflow.backends.kubernetes.offers import Capacity
+    from envscaler_airflow.backends.kubernetes.cluster_offers import Capacity
     from envscaler_airflow.catalog.accelerators import Accelerator
     from envscaler_airflow.planning.offers import Offer
 
@@ -80,7 +80,7 @@ def cluster_offers(kubectl: Callable[[list[str]], Output] | None = None) -> tupl
     Raises:
         BackendError: The cluster cannot be queried.
     """
-    from envscaler_airflow.backends.kubernetes.offers import derived_offers  # noqa: PLC0415 (only who asks a cluster)
+    from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers  # noqa: PLC0415 (only who asks a cluster)
     from envscaler_airflow.backends.kubernetes.settings import Settings  # noqa: PLC0415 (as above)
 
     return derived_offers(_nodes(kubectl or _kubectl()), Settings())
@@ -261,7 +261,7 @@ def _last_line(text: str) -> str:
 
 
 def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[str]:
-    from envscaler_airflow.backends.kubernetes.offers import is_usable, kinds_of  # noqa: PLC0415 (only who asks a cluster)
+    from envscaler_airflow.backends.kubernetes.cluster_offers import is_usable, kinds_of  # noqa: PLC0415 (only who asks a cluster)
 
     items = [item for item in _nodes(kubectl) if is_usable(item)]
     nodes = [_Node(kind.gpu, room) for item in items for kind, room in kinds_of(item).items()]

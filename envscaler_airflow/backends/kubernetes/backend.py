@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, ResizeState
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.capacity import free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect, located
+from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, marks_of, parts_of
-from envscaler_airflow.backends.kubernetes.in_place import ask, is_removable, rescale_patch, state_of
+from envscaler_airflow.backends.kubernetes.in_place import (
+    ask,
+    free_lost,
+    is_removable,
+    rescale_patch,
+    state_of,
+    status_of,
+    unneeded,
+)
 from envscaler_airflow.backends.kubernetes.job_reader import (
     gone,
     look_at,
@@ -25,6 +33,7 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     job_end,
     stop_asked,
 )
+from envscaler_airflow.backends.kubernetes.job_usage import came_late, usage_of
 from envscaler_airflow.backends.kubernetes.manifests import (
     MAIN,
     render_attempt,
@@ -32,14 +41,11 @@ from envscaler_airflow.backends.kubernetes.manifests import (
     secret_object,
 )
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for
-from envscaler_airflow.backends.kubernetes.offers import derived_offers
-from envscaler_airflow.backends.kubernetes.replace import free_lost, status_of, unneeded
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
 from envscaler_airflow.backends.kubernetes.security import OF_STORE
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
-from envscaler_airflow.backends.kubernetes.usage import came_late, usage_of
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.run import Handle, Outcome, outcome_of
 from envscaler_airflow.run.cost import UsageInterval

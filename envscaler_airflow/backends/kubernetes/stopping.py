@@ -19,9 +19,9 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     job_end,
     stop_asked,
 )
+from envscaler_airflow.backends.kubernetes.job_usage import unheld
 from envscaler_airflow.backends.kubernetes.mounts import holds_s
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.backends.kubernetes.usage import unheld
 
 RELEASED_TTL_S = 3600
 """How long a released Job stays so that no late repeat restarts it, seconds. Chosen: longer than any

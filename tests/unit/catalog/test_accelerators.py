@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.backends.kubernetes.offers import derived_offers
+from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers
 from envscaler_airflow.backends.kubernetes.scheduling import gpu_resource
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import accelerators, resource_of

@@ -4,13 +4,18 @@ import pytest
 from fakes import attempts
 
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.capacity import free_nodes, requested, shortfall
+from envscaler_airflow.backends.kubernetes.cluster_offers import (
+    Capacity,
+    derived_offers,
+    free_nodes,
+    requested,
+    shortfall,
+)
 from envscaler_airflow.backends.kubernetes.in_place import (
     is_removable,
     rescale_patch,
 )
 from envscaler_airflow.backends.kubernetes.manifests import render_attempt
-from envscaler_airflow.backends.kubernetes.offers import Capacity, derived_offers
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import Allocation, AllocationPart, Offer

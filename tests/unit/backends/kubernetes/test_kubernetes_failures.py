@@ -10,11 +10,10 @@ import pytest
 
 from envscaler_airflow.backends.kubernetes import failures, names
 from envscaler_airflow.backends.kubernetes import job_snapshot as reading
-from envscaler_airflow.backends.kubernetes.failures import end_of, read_attempt
+from envscaler_airflow.backends.kubernetes.failures import end_of, read_attempt, waiting_for
 from envscaler_airflow.backends.kubernetes.handles import Part
+from envscaler_airflow.backends.kubernetes.in_place import unneeded
 from envscaler_airflow.backends.kubernetes.job_snapshot import Seen
-from envscaler_airflow.backends.kubernetes.replace import unneeded
-from envscaler_airflow.backends.kubernetes.waits import waiting_for
 from envscaler_airflow.run import NodeStatus
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "failures.md"

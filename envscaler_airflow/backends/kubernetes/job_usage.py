@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.failures import is_held
+from envscaler_airflow.backends.kubernetes.failures import first_told, is_held
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.job_snapshot import (
     Json,
@@ -16,7 +16,6 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     stop_asked,
     timestamp,
 )
-from envscaler_airflow.backends.kubernetes.waits import first_told
 from envscaler_airflow.run.cost import UsageInterval
 
 MADE_AGAIN_S = 60.0
