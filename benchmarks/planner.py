@@ -22,9 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.catalog.csvtables import read_tables
 from envscaler_airflow.catalog.packaged import pack, packaged, unpack
-from envscaler_airflow.catalog.sources import read_scope
+from envscaler_airflow.catalog.sources import read_scope, read_tables
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning import Requirements, is_ordered, requirements_of
 from envscaler_airflow.planning.market import Scope, Search, search

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
-from envscaler_airflow.catalog.csvtables import Published, read_tables
 from envscaler_airflow.catalog.packaged import SNAPSHOT, pack
+from envscaler_airflow.catalog.sources import Published, read_tables
 from envscaler_airflow.clouds.aws import read_machine
 from envscaler_airflow.planning.table import InstanceDetails, OfferTable
 

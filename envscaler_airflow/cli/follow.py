@@ -1,17 +1,29 @@
-"""The events of a run as human-readable lines, read from its store as they happen."""
+"""What a run does, as it happens: its events as lines, its progress and that of builds on one line."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from envscaler_agent.protocol import Status
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.owner.report import why_ended
+from envscaler_airflow.owner.report import run_bill, why_ended
+from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.run import AttemptState, RunState, fold
-from envscaler_airflow.run.narration import describe, resumed
+from envscaler_airflow.run.narration import describe, resumed, transfer_text
 from envscaler_airflow.store.logs import read_logs
 from envscaler_airflow.store.run import Run
 
@@ -137,3 +149,213 @@ def moves(state: RunState) -> list[tuple[AttemptState, AttemptState]]:
     """Each move that was carried out: the attempt that left and the one that took over."""
     pairs = itertools.pairwise(state.attempts_of(state.generation))
     return [(left, came) for left, came in pairs if why_ended(left) == "moved"]
+
+
+EVERY_S = 5.0
+"""Between two lines where no person looks, seconds; what is over before prints none. Chosen."""
+_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
+
+
+class Bar:
+    """How far one piece of work is.
+
+    Attributes:
+        title: What is done, as shown.
+        total: Of what; None while that is unknown.
+        done: So far.
+    """
+
+    def __init__(
+        self, title: str, total: int | None, *, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Nothing is shown yet."""
+        self.title, self.total, self.done = title, total, 0
+        self._monotonic, self._said = monotonic, monotonic()
+        self._progress: Progress | None = None
+        if sys.stderr.isatty():
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._progress.add_task(title, total=total)
+
+    def advance(self, more: int = 1) -> None:
+        """So many more are done."""
+        self.to(self.done + more)
+
+    def to(self, done: int, total: int | None = None, title: str | None = None) -> None:
+        """So many are done; *total* and *title* replace what was known before."""
+        self.done, self.total, self.title = done, total or self.total, title or self.title
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, total=self.total, description=self.title)
+        elif self.total and self._monotonic() - self._said >= EVERY_S:
+            self._said = self._monotonic()
+            click.echo(f"-- {self.title}: {100 * done // self.total} %", err=True)
+
+    def say(self, line: str) -> None:
+        """A line above the bar; ``[3/12] RUN ...`` of a builder moves the bar."""
+        step = _STEP.match(line)
+        if step is not None:
+            number, of = int(step[1]), int(step[2])
+            if self._progress is not None:
+                self.to(number - 1, of, step[3][:40])
+            else:
+                line = f"[{number}/{of}] {100 * (number - 1) // of} % {step[3]}"
+        click.echo(line, err=True)
+
+    def start(self) -> None:
+        """Show the bar."""
+        if self._progress is not None:
+            self._progress.start()
+
+    def stop(self) -> None:
+        """Remove it."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+@contextmanager
+def bar(title: str, total: int | None = None) -> Iterator[Bar]:
+    """Show how far the work of the block is."""
+    made = Bar(title, total)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+_PHASES = {
+    "setup": "preparing: code and inputs come",
+    "restoring": "restoring a checkpoint",
+    "running": "runs, no step so far",
+    "checkpointing": "saving",
+    "leaving": "saving, then stopping",
+    "uploading": "storing outputs",
+    "ended": "ended",
+}
+"""What a node does, as shown."""
+_SLOW = ("checkpointing", "leaving", "uploading")
+"""Phases that are shown beside the step."""
+
+
+def progress_line(status: Status | None, state: RunState, *, now: float) -> str:
+    """How far the live attempt is, and what the run has cost, as far as it is known.
+
+    ``step 120 of 1,584 (8 %), 18.3 steps/s, 1 min 20 s left, loss 0.7123, $0.0031``; empty before the
+    training has said anything.
+    """
+    live = state.live
+    if status is None or live is None or status.attempt != live.number:
+        return ""
+    cost = run_bill(state, now=now).usd
+    parts = progress_parts(status)
+    moving = transfer_text(status)
+    if not _says_phase(status, moving) and (not parts or status.phase in _SLOW):
+        parts.append(_PHASES.get(status.phase, status.phase))
+    if moving:
+        parts.append(moving)
+    if cost is not None:
+        parts.append(usd_text(cost))
+    return ", ".join(parts)
+
+
+def _says_phase(status: Status, moving: str) -> bool:
+    """True where *moving* describes what the phase does, so that one of them is enough."""
+    return bool(moving) and status.phase in ("setup", "restoring", "uploading")
+
+
+def progress_parts(status: Status) -> list[str]:
+    """Step, share, speed, time to the end and loss; none before the first step."""
+    progress = status.progress
+    step, total, speed = progress.step, progress.total_steps, progress.steps_per_s
+    if not step:
+        return []
+    parts = [f"step {step:,}"]
+    if total:
+        parts = [f"step {step:,} of {total:,} ({100 * step // total} %)"]
+    if speed:
+        parts.append(f"{speed:,.3g} steps/s" if speed < 1000 else f"{speed:,.0f} steps/s")
+        if total and total > step:
+            parts.append(f"{duration_text((total - step) / speed)} left")
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4g}")
+    return parts
+
+
+FIRST_S = 5.0
+PROGRESS_S = 60.0
+"""Between the first two progress lines where no person looks, then twice as long each time up to the second,
+seconds. Chosen: a short run shows some, a day of training 1,440."""
+
+
+class Voice:
+    """Prints as long as there is a reader: a closed terminal or pipe does not end the run."""
+
+    def __init__(self, *, to_stderr: bool = False, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """Print the training's output on standard output, with *to_stderr* beside the lines."""
+        self._to_stderr, self._monotonic = to_stderr, monotonic
+        self._live: Live | None = None
+        self._next, self._every = 0.0, FIRST_S
+        self._said = ""
+
+    def say(self, line: str) -> None:
+        """Print one line, unless it is the same as the last."""
+        if line != self._said:
+            self._said = line
+            self._write(f"-- {line}\n", is_error=True)
+
+    def training(self, text: str) -> None:
+        """What the training printed, as it stands."""
+        self._write(text, is_error=self._to_stderr)
+
+    def progress(self, line: str) -> None:
+        """How far it is: in place on a terminal, elsewhere a line now and then."""
+        if sys.stderr.isatty():
+            self._show(line)
+            return
+        now = self._monotonic()
+        if now >= self._next:
+            self._next, self._every = now + self._every, min(2 * self._every, PROGRESS_S)
+            self._write(f"-- {line}\n", is_error=True)
+
+    def close(self) -> None:
+        """Remove the line in place."""
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError):
+                live.stop()
+
+    def _show(self, line: str) -> None:
+        text = Text(line, no_wrap=True, overflow="ellipsis", style="dim")
+        try:
+            if self._live is None:
+                console, both = Console(stderr=True), sys.stdout.isatty()
+                self._live = Live(
+                    text, console=console, auto_refresh=False, transient=True, redirect_stdout=both
+                )
+                self._live.start()
+            self._live.update(text, refresh=True)
+        except OSError:
+            self._mute()
+
+    def _write(self, text: str, *, is_error: bool) -> None:
+        try:
+            click.echo(text, nl=False, err=is_error)
+        except OSError:
+            self._mute()
+
+    def _mute(self) -> None:
+        """Nothing reads any longer: further output, also what is left in buffers, goes nowhere."""
+        self._live = None
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            for stream in (sys.__stdout__, sys.__stderr__):
+                with suppress(OSError, ValueError, AttributeError):
+                    os.dup2(null, stream.fileno())  # type: ignore[union-attr]
+        finally:
+            os.close(null)

@@ -17,9 +17,8 @@ import click
 
 from envscaler_agent.ending import EXIT_STOPPED
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.cli.follow import StageStory
+from envscaler_airflow.cli.follow import StageStory, Voice, progress_line
 from envscaler_airflow.cli.owners import write_owner
-from envscaler_airflow.cli.progress import Voice, progress_line
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.errors import BackendError, EnvScalerError, RunFailedError, StoreError
 from envscaler_airflow.owner.act import Controller

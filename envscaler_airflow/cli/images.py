@@ -1,20 +1,49 @@
-"""``images`` and ``agent-wheel``: what clusters and training images get of this package."""
+"""``build``, the image of a spec; ``images`` and ``agent-wheel``: what clusters and images get of us."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from envscaler_airflow.agent_files import agent_wheel
 from envscaler_airflow.backends.kubernetes.settings import SIDECAR_IMAGE
-from envscaler_airflow.cli.common import not_empty, output_option
-from envscaler_airflow.cli.progress import bar
-from envscaler_airflow.cli.specs import pairs
-from envscaler_airflow.images.builders import Access, find_builder
+from envscaler_airflow.cli.common import default_store_url, not_empty, output_option
+from envscaler_airflow.cli.environment import find_lock, lock_of
+from envscaler_airflow.cli.follow import bar
+from envscaler_airflow.cli.specs import environment_secret, pairs, spec_options, spec_registry
+from envscaler_airflow.envspec import EnvSpec, load_spec
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.images.access import index_access
+from envscaler_airflow.images.build import (
+    SEVERITIES,
+    BuildOptions,
+    Built,
+    build_image,
+    check_options,
+    configured_bases,
+    find_scanner,
+    mirrors,
+    push_image,
+    scan_image,
+)
+from envscaler_airflow.images.builders import Access, Builder, Container, find_builder
+from envscaler_airflow.images.cuda import broken_for, software
+from envscaler_airflow.images.locks import apply_lock, find_conflicts, resolve
+from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.sidecar_image import build_sidecar_image, sidecar_image_name
+from envscaler_airflow.images.stage_image import image_name
+from envscaler_airflow.store.base import open_store
+
+insecure_option = click.option(
+    "--insecure", envvar="ENVSCALER_INSECURE", is_flag=True, help="The registry has no TLS."
+)
 
 
 @click.group()
@@ -36,7 +65,7 @@ def images() -> None:
     type=click.Choice(["docker", "buildah"]),
     help="The default is docker, without its daemon buildah.",
 )
-@click.option("--insecure", envvar="ENVSCALER_INSECURE", is_flag=True, help="The registry has no TLS.")
+@insecure_option
 @click.option(
     "--build-arg", "args", multiple=True, metavar="NAME=VALUE", help="BASE, EXTRA_REQUIREMENTS=gcsfs, ..."
 )
@@ -80,3 +109,137 @@ def agent_wheel_command(*, out: Path, as_json: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = shutil.copyfile(wheel, out / wheel.name)
     click.echo(json.dumps({"wheel": str(path)}) if as_json else path)
+
+
+@click.command()
+@spec_options
+@click.option(
+    "-t",
+    "--tag",
+    "name",
+    help="Image name; the default tag is a hash of the content, the default name ENVSCALER_IMAGE_REPOSITORY.",
+)
+@click.option("--target", default="docker", show_default=True, help="Variant of the spec, such as serving.")
+@click.option(
+    "--builder",
+    envvar="ENVSCALER_BUILDER",
+    type=click.Choice(["docker", "buildah"]),
+    help="The default is docker if its daemon answers, otherwise buildah.",
+)
+@click.option("--push", is_flag=True, help="Push the image to its registry.")
+@click.option("--pull", is_flag=True, help="Check for a newer base even if one is present.")
+@click.option("--cache", help="Repository to read cached layers from and write them to.")
+@click.option("--ca-file", type=click.Path(path_type=Path), help="Certificates to trust, such as a proxy's.")
+@insecure_option
+@click.option("--build-arg", "args", multiple=True, metavar="NAME=VALUE", help="UV_IMAGE=mirror/uv:1, ...")
+@click.option("--allow-base", "bases", multiple=True, metavar="GLOB", help="Allow only these bases; repeat.")
+@click.option("--scan", is_flag=True, help="Scan the image with trivy or grype.")
+@click.option("--scan-severity", default="high", type=click.Choice(SEVERITIES), show_default=True)
+@click.option("--lock", "lock_path", type=click.Path(path_type=Path), help="File to write the lock to.")
+@click.option("--locked", callback=not_empty, help="Build exactly this environment: a run, or a lock.json.")
+@click.option("--no-resolve", is_flag=True, help="Do not check for conflicts first.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@output_option
+def build(
+    path: str,
+    parameters: dict[str, str],
+    inputs: dict[str, str] | None,
+    command: tuple[str, ...],
+    target: str,
+    *,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Build the image of a spec; unchanged inputs build nothing.
+
+    A COMMAND after -- runs in the image before it is pushed, such as `-- pytest`.
+    """
+    spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
+    requirements, options = read_requirements(spec), _options(given)
+    if options.name is None and (repository := os.environ.get("ENVSCALER_IMAGE_REPOSITORY")):
+        options = replace(options, name=image_name(spec, requirements, repository))
+    check_options(spec, options)
+    _check_file(given["lock_path"])
+    if given["scan"]:
+        find_scanner()
+    builder = find_builder(given["builder"])
+    lock = find_lock(given["locked"], open_store(default_store_url())) if given["locked"] else None
+    if lock is not None:
+        spec, requirements = apply_lock(spec, requirements, lock)
+        options = replace(options, base_digest=lock.base_digest)
+    access = index_access(requirements, ca_file=options.ca_file, resolve_secret=environment_secret)
+    with access as env:
+        if lock is None and not given["no_resolve"]:
+            check_environment(spec, requirements, env=env)
+        if given["lock_path"] and requirements.locked is None and not requirements.is_empty:
+            requirements = requirements.with_lock(resolve(spec, requirements, hashes=True, env=env).text)
+    with bar("building") as shown:
+        made = build_image(
+            spec, requirements, builder, options, say=shown.say, resolve_secret=environment_secret
+        )
+    _try(builder, made, command, is_quiet=as_json)
+    if given["scan"]:
+        click.echo(scan_image(builder, made.name, severity=given["scan_severity"]), err=True)
+    if given["push"]:
+        _say(f"pushing {made.name}")
+        with bar("pushing"):
+            made = push_image(builder, made, options)
+    if given["lock_path"]:
+        text = lock_of(spec, requirements, builder, made).to_text()
+        given["lock_path"].write_text(text, encoding="utf-8")
+    name = made.name if made.digest is None else f"{made.name}@{made.digest}"
+    click.echo(json.dumps({"image": made.name, "digest": made.digest, "name": name}) if as_json else name)
+
+
+def _check_file(path: Path | None) -> None:
+    """Refuse a place for the lock that cannot be written, before an hour's work is done for it.
+
+    Raises:
+        SpecError: Its folder is not there or cannot be written, or it is a folder.
+    """
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise SpecError(f"--lock {path}: cannot be written; name a file in a folder that is there")
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _options(given: dict[str, Any]) -> BuildOptions:
+    return BuildOptions(
+        name=given["name"],
+        is_shared=given["push"],
+        pull=given["pull"],
+        cache=given["cache"],
+        ca_file=given["ca_file"],
+        tls_verify=not given["insecure"],
+        args={**mirrors(), **pairs(given["args"], "--build-arg")},
+        allowed_bases=(*given["bases"], *configured_bases()),
+    )
+
+
+def check_environment(
+    spec: EnvSpec, requirements: Requirements, *, with_base: bool = True, env: Mapping[str, str] | None = None
+) -> None:
+    """Say what could not be looked at, and stop at what cannot be.
+
+    Raises:
+        SpecError: Conflicts of packages, or a chain from wheel to GPU that breaks on every GPU allowed.
+    """
+    findings = find_conflicts(spec, requirements, with_base=with_base, env=env)
+    for finding in findings:
+        if finding.kind == "unchecked":
+            _say(f"not checked: {finding.text}")
+    faults = [finding.text for finding in findings if finding.kind == "conflict"]
+    faults += broken_for(spec, software(spec, requirements))
+    if faults:
+        raise SpecError("\n".join(faults), faults=faults)
+
+
+def _try(builder: Builder, made: Built, command: tuple[str, ...], *, is_quiet: bool) -> None:
+    """Run *command* in the image; what fails there is not pushed."""
+    if not command:
+        return
+    code = builder.run(made.name, command, Container(), lambda line: click.echo(line, err=is_quiet))
+    if code != 0:
+        raise SpecError(f"{' '.join(command)}: ended with exit code {code} in {made.name}")

@@ -12,6 +12,7 @@ import click
 
 from envscaler_airflow.catalog.packaged import gpu_facts, job, jobs
 from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, output_option
+from envscaler_airflow.cli.follow import bar
 from envscaler_airflow.cli.market import (
     ARCHES,
     Committed,
@@ -26,7 +27,6 @@ from envscaler_airflow.cli.market import (
     quantity,
     rejected_body,
 )
-from envscaler_airflow.cli.progress import bar
 from envscaler_airflow.cli.specs import spec_options, spec_registry
 from envscaler_airflow.clouds import all_clouds, price_sources, schemes, tariffs
 from envscaler_airflow.envspec import EnvSpec, load_spec

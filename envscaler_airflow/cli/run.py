@@ -20,8 +20,8 @@ from envscaler_airflow.cli.common import (
 )
 from envscaler_airflow.cli.containers import run_docker
 from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment
+from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
-from envscaler_airflow.cli.progress import Voice
 from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_to_run
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.images.locks import LOCK

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from envscaler_airflow.cli.common import find_run, output_option, store_option
-from envscaler_airflow.cli.progress import Bar, bar
+from envscaler_airflow.cli.follow import Bar, bar
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.scaling import all_policies
 from envscaler_airflow.store.base import Store

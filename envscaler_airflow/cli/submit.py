@@ -18,8 +18,8 @@ from envscaler_airflow.cli.common import (
     store_option,
     without_deadline,
 )
+from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
-from envscaler_airflow.cli.progress import Voice
 from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_to_run
 from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.owner.stage import Stage

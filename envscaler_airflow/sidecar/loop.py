@@ -14,7 +14,7 @@ from collections.abc import Callable
 from envscaler_agent.protocol import MAX_JSON_BYTES, Ended, Status, status_name
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.sidecar import claim, setup
+from envscaler_airflow.sidecar import owner_watch, setup
 from envscaler_airflow.sidecar.context import SidecarContext, WorkInterruptedError
 from envscaler_airflow.sidecar.frozen_spec import Frozen
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
@@ -56,7 +56,7 @@ class Heavy:
         if not context.memory.state.is_laid_out:
             setup.lay_out(context)
         if not context.who.claim:
-            claim.take(context)  # the set-up did not, or this sidecar was restarted after it
+            owner_watch.claim_node(context)  # the set-up did not, or this sidecar was restarted after it
         if context.memory.state.is_drained:
             return
         if context.memory.state.failed is not None:

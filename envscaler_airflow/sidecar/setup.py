@@ -13,7 +13,7 @@ from typing import Any
 from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
-from envscaler_airflow.sidecar import claim
+from envscaler_airflow.sidecar import owner_watch
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.frozen_spec import MAX_SPEC_BYTES, Frozen, read_frozen
 from envscaler_airflow.sidecar.inputs import copy_in
@@ -37,7 +37,7 @@ def lay_out(context: SidecarContext) -> None:
         return
     frozen: Frozen | None = None
     try:
-        context.patiently(lambda: claim.take(context), what="claim")
+        context.patiently(lambda: owner_watch.claim_node(context), what="claim")
         frozen = read_spec(context)
         body = _lay_out(context, frozen)
     except (SpecError, CheckpointError, ProtocolError, StoreError, SetupCancelledError, OSError) as err:

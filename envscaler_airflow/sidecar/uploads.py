@@ -25,8 +25,8 @@ from envscaler_agent.protocol import (
 )
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import CheckpointError, ProtocolError, StoreError
-from envscaler_airflow.sidecar.claim import WHY, standing_of
 from envscaler_airflow.sidecar.context import SidecarContext
+from envscaler_airflow.sidecar.owner_watch import WHY, standing_of
 from envscaler_airflow.sidecar.snapshots import snapshot_facts
 from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store import checkpoints, manifests, outputs

@@ -7,9 +7,15 @@ import json
 
 import pytest
 
-from envscaler_airflow.catalog.csvtables import COLUMNS, EXERCISE, Published, read_tables
 from envscaler_airflow.catalog.packaged import MAGIC, pack, packaged, unpack
-from envscaler_airflow.catalog.sources import open_catalog, read_scope
+from envscaler_airflow.catalog.sources import (
+    COLUMNS,
+    EXERCISE,
+    Published,
+    open_catalog,
+    read_scope,
+    read_tables,
+)
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.planning import Requirements
 from envscaler_airflow.planning.market import Scope, Search, search

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_agent.protocol import Progress, Status, Transfer
-from envscaler_airflow.cli import progress as voice_module
+from envscaler_airflow.cli import follow as voice_module
+from envscaler_airflow.cli.follow import Voice, progress_line
 from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, own_and_tell, signals
-from envscaler_airflow.cli.progress import Voice, progress_line
 from envscaler_airflow.errors import NoOfferError, RunFailedError, StoreError
 from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Stage, Waiting, Watching

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 from envscaler_airflow.catalog import prices as shelf_module
 from envscaler_airflow.catalog import sources
-from envscaler_airflow.catalog.csvtables import COLUMNS
 from envscaler_airflow.catalog.prices import Fetched, PriceCache
+from envscaler_airflow.catalog.sources import COLUMNS
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.offers import offers_command
+from envscaler_airflow.cli.catalog import offers_command
 from envscaler_airflow.clouds.base import Quote
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Offer
@@ -168,7 +168,7 @@ def test_a_full_disk_is_an_error_in_words(monkeypatch, shell):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("envscaler_airflow.cli.offers.print_table", full)
+    monkeypatch.setattr("envscaler_airflow.cli.catalog.print_table", full)
 
     is_refused(shell("offers"), "No space left on device")
 
@@ -192,7 +192,7 @@ def test_another_error_is_not_taken_for_a_missing_home(shell, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("defect")
 
-    monkeypatch.setattr("envscaler_airflow.cli.offers.print_table", broken)
+    monkeypatch.setattr("envscaler_airflow.cli.catalog.print_table", broken)
 
     assert str(shell("offers").exception) == "defect"
 

@@ -8,8 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.cli import main, progress
-from envscaler_airflow.cli.progress import Bar, bar
+from envscaler_airflow.cli import follow, main
+from envscaler_airflow.cli.follow import Bar, bar
 from envscaler_airflow.store.base import check_store, open_store
 
 
@@ -96,7 +96,7 @@ class TestBars:
 
     def test_on_a_terminal_it_is_a_bar(self, monkeypatch):
         """Rich draws it, and steps advance it."""
-        monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(follow.sys.stderr, "isatty", lambda: True, raising=False)
 
         with bar("building") as shown:
             shown.say("[3/4] RUN make")

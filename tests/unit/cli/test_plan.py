@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.catalog.csvtables import COLUMNS
+from envscaler_airflow.catalog.sources import COLUMNS
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.plan import _advice, _commitment, _unpriced, _why_not
 from envscaler_airflow.planning import Allocation, Candidate, Goal, Offer, Plan, Speed, Work

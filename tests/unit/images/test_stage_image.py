@@ -14,7 +14,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.images.stage_image import image_name, with_image
 
-build_command = import_module("envscaler_airflow.cli.build_image")
+build_command = import_module("envscaler_airflow.cli.images")
 REPOSITORY = "registry.example.com/team/"
 
 

@@ -7,7 +7,7 @@ import pytest
 from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import Control, Ended, Status, claim_name, status_name
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.sidecar import claim as standing
+from envscaler_airflow.sidecar import owner_watch as standing
 from envscaler_airflow.sidecar.context import SetupCancelledError
 from envscaler_airflow.sidecar.loop import Sidecar, Speaker, compose
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
@@ -102,11 +102,11 @@ def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
 
 def test_a_restarted_sidecar_needs_no_store_to_know_its_claim(bench, store):
     """sidecar.json has it, under the UID of its pod (D1)."""
-    standing.take(unclaimed(bench, "pod"))
+    standing.claim_node(unclaimed(bench, "pod"))
     store.down = True
     context = unclaimed(bench, "pod")
 
-    standing.take(context)
+    standing.claim_node(context)
 
     assert (context.who.claim, Memory(bench.spool).state.uid) == (1, "pod")
 
