@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.backoff import Backoff, wait_s
-from envscaler_airflow.testing.backend import ManualClock
+from envscaler_airflow.testing.scripted_backend import ManualClock
 
 
 def test_the_wait_doubles_up_to_its_limit():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from envscaler_agent.process import ADDRESS as MEETING
 from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, Backend, NodeEnd
 from envscaler_airflow.backends.local import files
+from envscaler_airflow.backends.local.files import read_output
 from envscaler_airflow.backends.local.machine import Machine, this_machine
 from envscaler_airflow.backends.local.node_environment import (
     node_env,
@@ -26,7 +27,6 @@ from envscaler_airflow.backends.local.node_environment import (
 )
 from envscaler_airflow.backends.local.node_plan import Programs, attempt_name, render_attempt
 from envscaler_airflow.backends.local.node_status import NodeView, views, was_started
-from envscaler_airflow.backends.local.output import read_output
 from envscaler_airflow.backends.local.processes import kill_all
 from envscaler_airflow.backends.local.shares import (
     Claim,

@@ -14,7 +14,7 @@ from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 RUN = "d/shell/one/train/-1"
 SMALL, LARGE = (Allocation(cpu_offer(vcpus, usd_per_hour=float(vcpus))) for vcpus in (1, 2))

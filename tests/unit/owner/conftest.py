@@ -25,7 +25,7 @@ from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 KEY = RunKey("deployment", "dag", "run", "train")
 SPEC = """\

@@ -19,7 +19,7 @@ from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.run.state import Before
 from envscaler_airflow.store.keys import RunKey
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 HOUR = 3600.0
 KEY = RunKey("deployment", "dag", "run", "train")

@@ -10,7 +10,7 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState, Handle
 from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.state import Before
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 HOUR = 3600.0
 START = 1e6

@@ -18,7 +18,7 @@ from envscaler_airflow.owner.stage import (
 )
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.stockouts import remember, stockouts
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 LAST_CALL = 36
 """One more than the writes and calls of an undisturbed run; a test counts them."""

@@ -10,7 +10,7 @@ from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import StoppedError, Waiting, Wake
 from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store.run import Run
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 
 @pytest.fixture

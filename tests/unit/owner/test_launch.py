@@ -14,7 +14,7 @@ from envscaler_airflow.run import AttemptState
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run, spec_name
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 KEY = RunKey("deployment", "dag", "run", "train")
 

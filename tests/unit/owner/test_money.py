@@ -18,7 +18,7 @@ from envscaler_airflow.run import AttemptState
 from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 SPEC_OF_TWO = """\
 version: v1

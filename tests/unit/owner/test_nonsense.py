@@ -14,7 +14,7 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run.event_bodies import Unknown, read_body
 from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
 from envscaler_airflow.store.run import Run
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 
 def started(world):

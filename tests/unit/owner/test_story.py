@@ -8,7 +8,7 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Event, RunState
 from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.run.narration import describe
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 TARGET = Allocation(cpu_offer(2), 3).to_dict()
 BODY = {"generation": 1, "attempt": 1, "request": 4, "target": TARGET, "reason": "why"}

@@ -21,7 +21,7 @@ from envscaler_airflow.store import open_store
 from envscaler_airflow.store.lease import LEASE
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ScriptedBackend
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 PLACE = Allocation(cpu_offer(1), 2).to_dict()
 OTHER = Allocation(cpu_offer(2), 2).to_dict()

@@ -17,7 +17,7 @@ from envscaler_airflow.backends.kubernetes import backend
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.in_place import status_of
 from envscaler_airflow.backends.kubernetes.job_snapshot import Seen
-from envscaler_airflow.backends.local.node_end import tell_end
+from envscaler_airflow.backends.local.node_main import tell_end
 from envscaler_airflow.errors import CapacityError, NoOfferError, ProtocolError, SpecError
 from envscaler_airflow.owner.report import failure_message
 from envscaler_airflow.plugin.charts import kind_of

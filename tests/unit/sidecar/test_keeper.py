@@ -10,7 +10,7 @@ from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_agent.spool import SetupFailedError, Spool, parse_start
 from envscaler_airflow.backends.kubernetes import pod_sidecar
 from envscaler_airflow.sidecar.keeper import Keeper, report_end, reported_end
-from envscaler_airflow.testing.backend import ManualClock
+from envscaler_airflow.testing.scripted_backend import ManualClock
 
 
 class Process:

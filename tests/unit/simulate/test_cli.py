@@ -13,7 +13,7 @@ from envscaler_airflow.scaling import Check, Decision, Observation, Policy
 from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.store.run import Run
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 SPOT = Path(__file__).parents[2] / "data" / "spot"
 ELASTIC = Path(__file__).parents[2] / "data" / "elastic"

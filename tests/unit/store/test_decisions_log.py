@@ -14,7 +14,7 @@ from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import CHUNK_S, DecisionLog, read_decisions
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock
-from envscaler_airflow.testing.backend import cpu_offer
+from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 HERE = Allocation(cpu_offer(1))
 THERE = Allocation(cpu_offer(2))

@@ -4,7 +4,7 @@ import pytest
 
 from envscaler_agent.protocol import Ended
 from envscaler_airflow.backends.base import NodeEnd
-from envscaler_airflow.backends.local.node_end import ended_of, tell_end
+from envscaler_airflow.backends.local.node_main import ended_of, tell_end
 
 OOM = "the kernel killed 1 process(es) at the memory limit"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from envscaler_airflow.backends.local.output import OutputWriter, read_output
+from envscaler_airflow.backends.local.files import OutputWriter, read_output
 
 
 def text(folder, since=0):
