@@ -138,90 +138,33 @@ def _is_encoded_text(text: str) -> bool:
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _SECRET_WORDS = frozenset(
     {
-        "apikey",
-        "credential",
-        "credentials",
-        "passphrase",
-        "passwd",
-        "password",
-        "passwords",
-        "pwd",
-        "secret",
-        "secrets",
-        "token",
+        "apikey", "credential", "credentials", "passphrase", "passwd", "password", "passwords", "pwd",
+        "secret", "secrets", "token",
     }
-)
-_SECRET_PAIRS = frozenset(
-    {
-        ("api", "key"),
-        ("access", "key"),
-        ("private", "key"),
-        ("account", "key"),
-        ("auth", "key"),
-        ("secret", "key"),
-        ("signing", "key"),
-        ("encryption", "key"),
-        ("master", "key"),
-        ("storage", "key"),
-        ("subscription", "key"),
-        ("kaggle", "key"),
-        ("license", "key"),
-        ("ssh", "key"),
-        ("db", "pass"),
-        ("user", "pass"),
-        ("default", "pass"),
-        ("smtp", "pass"),
-        ("mail", "pass"),
-        ("redis", "pass"),
-        ("mysql", "pass"),
-        ("postgres", "pass"),
-        ("pg", "pass"),
-        ("admin", "pass"),
-        ("root", "pass"),
-        ("proxy", "pass"),
-        ("registry", "pass"),
-        ("connection", "string"),
-        ("sas", "url"),
-    }
-)
+)  # fmt: skip
+_SECRET_AFTER: dict[str, frozenset[str]] = {
+    "key": frozenset({
+        "api", "access", "private", "account", "auth", "secret", "signing", "encryption", "master", "storage",
+        "subscription", "kaggle", "license", "ssh",
+    }),
+    "pass": frozenset({
+        "db", "user", "default", "smtp", "mail", "redis", "mysql", "postgres", "pg", "admin", "root", "proxy",
+        "registry",
+    }),
+    "string": frozenset({"connection"}),
+    "url": frozenset({"sas"}),
+}  # fmt: skip
+"""Words that are secret after another word: API_KEY, DB_PASS."""
 _SECRET_ENDS = (
-    "password",
-    "passwd",
-    "passphrase",
-    "apikey",
-    "secretkey",
-    "accesskey",
-    "authtoken",
-    "accesstoken",
-)
+    "password", "passwd", "passphrase", "apikey", "secretkey", "accesskey", "authtoken", "accesstoken",
+)  # fmt: skip
 """Ends of compound words such as PGPASSWORD."""
 _HARMLESS_BEFORE_TOKEN = frozenset(
     {
-        "each",
-        "first",
-        "last",
-        "max",
-        "min",
-        "new",
-        "next",
-        "num",
-        "per",
-        "begin",
-        "bos",
-        "cls",
-        "end",
-        "eos",
-        "mask",
-        "pad",
-        "prompt",
-        "sep",
-        "special",
-        "start",
-        "stop",
-        "unk",
-        "unknown",
+        "each", "first", "last", "max", "min", "new", "next", "num", "per", "begin", "bos", "cls", "end",
+        "eos", "mask", "pad", "prompt", "sep", "special", "start", "stop", "unk", "unknown",
     }
-)
+)  # fmt: skip
 """Words before TOKEN that mark it as a token of text."""
 _HARMLESS_LAST = frozenset(
     {
@@ -255,7 +198,7 @@ def is_secret_name(name: str) -> bool:
         before = words[index - 1] if index else ""
         if word == "token" and before in _HARMLESS_BEFORE_TOKEN:
             continue
-        if word in _SECRET_WORDS or (before, word) in _SECRET_PAIRS or word.endswith(_SECRET_ENDS):
+        if word in _SECRET_WORDS or before in _SECRET_AFTER.get(word, ()) or word.endswith(_SECRET_ENDS):
             return True
     return words == ["pass"]
 

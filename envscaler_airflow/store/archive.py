@@ -40,18 +40,10 @@ from envscaler_airflow.store.root import COPY_BYTES, Root
 
 ALWAYS_LEFT_OUT = frozenset(
     {
-        ".git",
-        ".hg",
-        ".svn",
-        ".venv",
-        "__pycache__",
-        ".mypy_cache",
-        ".pytest_cache",
-        ".ruff_cache",
-        ".ipynb_checkpoints",
-        "node_modules",
+        ".git", ".hg", ".svn", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache",
+        ".ipynb_checkpoints", "node_modules",
     }
-)
+)  # fmt: skip
 """Folders that no training reads as code. Chosen: the names in the usual .gitignore templates."""
 MAX_BYTES = 256 << 20
 """Largest archive, unpacked bytes. Chosen: code, not data; data belongs in volumes."""

@@ -38,16 +38,10 @@ _NAMELESS = getattr(os, "O_TMPFILE", 0)
 _COPY_BYTES = 1 << 20  # chosen: few calls, little memory
 _LASTING = frozenset(
     {
-        errno.EACCES,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.ENOTDIR,
-        errno.ENOTSUP,
-        errno.EPERM,
-        errno.EROFS,
+        errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENOTSUP,
+        errno.EPERM, errno.EROFS,
     }
-)
+)  # fmt: skip
 """Errors that a retry does not fix; all others (full or stale disks, too many files) may pass."""
 
 

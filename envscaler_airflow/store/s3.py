@@ -47,14 +47,10 @@ _BATCH = 1000
 """Keys deleted by one request. Source: Amazon S3 API reference, DeleteObjects."""
 _TRANSIENT = frozenset(
     {
-        "OperationAborted",
-        "RequestTimeout",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
+        "OperationAborted", "RequestTimeout", "SlowDown", "Throttling", "ThrottlingException",
         "ConditionalRequestConflict",
     }
-)
+)  # fmt: skip
 _CUT = tuple(
     getattr(transfers, name)
     for name in ("RetriesExceededError", "S3DownloadFailedError", "S3ValidationError")
