@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from envscaler_airflow.planning.record import OwnForm
+from annotated_types import Lt
+
+from envscaler_airflow.planning.record import Record
 
 CapacityType = Literal["spot", "on-demand"]
+Size = Annotated[int | float, Lt(10**15)]
+"""A number of a machine, read as it is written. Chosen: below the precision of a float."""
 
 
 class InstanceType(NamedTuple):
@@ -31,7 +34,7 @@ class InstanceType(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer(OwnForm):
+class Offer(Record):
     """One instance type, or share of a machine, at one place and capacity type.
 
     Attributes:
@@ -55,13 +58,13 @@ class Offer(OwnForm):
     region: str
     instance_type: str
     capacity_type: CapacityType
-    vcpus: float
-    memory_gib: float
+    vcpus: Size
+    memory_gib: Size
     zone: str | None = None
     gpu_name: str | None = None
-    gpus: int = 0
-    gpu_memory_gb: float | None = None
-    usd_per_hour: float | None = None
+    gpus: Annotated[int, Lt(10**15)] = 0
+    gpu_memory_gb: Size | None = None
+    usd_per_hour: Size | None = None
     price_source: str = ""
     arch: str | None = None
     is_attached: bool = False
@@ -110,52 +113,14 @@ class Offer(OwnForm):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, as in events and in plan.json."""
-        found = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        """JSON form, as in events and in plan.json; only attached GPUs are marked."""
+        found = Record.to_dict(self)
         if not self.is_attached:
             del found["is_attached"]
         return found
 
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Offer:
-        """Read what :meth:`to_dict` wrote; unknown fields are ignored.
 
-        Raises:
-            ValueError: A field is missing, of another type, or out of range.
-        """
-        if not isinstance(body, Mapping):
-            raise ValueError(f"offer: got {type(body).__name__}, expected an object")  # noqa: TRY004 - bad text
-        values = {name: body[name] for name in cls.__slots__ if name in body}
-        for name, value in values.items():
-            _check_type(name, value)
-        try:
-            return cls(**values)
-        except (TypeError, OverflowError) as err:
-            raise ValueError(f"offer: {err}") from err
-
-
-_NUMBERS = ("vcpus", "memory_gib", "gpu_memory_gb", "usd_per_hour", "gpus")
-_MAY_BE_UNKNOWN = ("zone", "gpu_name", "gpu_memory_gb", "usd_per_hour", "arch")
-_MOST = 10**15
-"""Upper limit for whole numbers of a machine. Chosen: below the precision of a float."""
 CAPACITY_TYPES: tuple[str, ...] = get_args(CapacityType)
-
-
-def _check_type(name: str, value: object) -> None:
-    """Check the type of the field *name* of a record, which comes from outside."""
-    if value is None and name in _MAY_BE_UNKNOWN:
-        return
-    if name == "capacity_type":
-        is_right = value in CAPACITY_TYPES
-    elif name == "is_attached":
-        is_right = isinstance(value, bool)
-    elif name in _NUMBERS:
-        is_whole = type(value) is int and abs(value) < _MOST
-        is_right = is_whole or (name != "gpus" and type(value) is float)
-    else:
-        is_right = isinstance(value, str)
-    if not is_right:
-        raise ValueError(f"offer: {name}: got {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +133,7 @@ class AllocationPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation(OwnForm):
+class Allocation(Record):
     """The nodes that one attempt runs on: of one offer, or of two with the same GPUs.
 
     Attributes:
@@ -238,27 +203,10 @@ class Allocation(OwnForm):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as in events and in plan.json; a mixed allocation has two more keys."""
-        body = {"offer": self.offer.to_dict(), "nodes": self.nodes}
-        if self.rest is not None:
-            body |= {"rest": self.rest.to_dict(), "rest_nodes": self.rest_nodes}
-        return body
-
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Allocation:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError: A field is missing or out of range.
-        """
-        if not isinstance(body, Mapping) or "offer" not in body:
-            raise ValueError(f"allocation: got {body!r:.80}, expected an object with an offer")
-        nodes, rest, rest_nodes = body.get("nodes", 1), body.get("rest"), body.get("rest_nodes", 0)
-        if type(nodes) is not int or type(rest_nodes) is not int:
-            raise ValueError(
-                f"allocation: nodes={nodes!r:.40} and rest_nodes={rest_nodes!r:.40} must be whole"
-            )
-        other = None if rest is None else Offer.from_dict(rest)
-        return cls(Offer.from_dict(body["offer"]), nodes, other, rest_nodes)
+        found = Record.to_dict(self)
+        if not self.is_mixed:
+            del found["rest_nodes"]
+        return found
 
 
 def _joins(offer: Offer) -> tuple[object, ...]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-    from pydantic_core import CoreSchema
 
 
 class Record:
@@ -40,27 +39,12 @@ class Record:
             ValueError: A field is missing, of another type, or out of range.
         """
         if not isinstance(body, Mapping):
-            raise ValueError(f"got {type(body).__name__}, expected an object")  # noqa: TRY004 - bad text
+            raise ValueError(f"{cls.__name__}: got {body!r:.80}, expected an object")  # noqa: TRY004 - bad text
         try:
             found: Self = _adapter(cast("Hashable", cls)).validate_json(json.dumps(dict(body)), strict=True)
         except (OverflowError, RecursionError, TypeError, ValueError) as err:
             raise ValueError(_fault(err)) from err
         return found
-
-
-class OwnForm:
-    """A dataclass that is no :class:`Record`: it has a ``to_dict`` and a ``from_dict`` of its own."""
-
-    __slots__ = ()
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
-        """Return how a record reads and writes it."""
-        from pydantic_core import core_schema  # noqa: PLC0415 - loads with the first record that is read
-
-        own = cast("Any", cls)
-        write = core_schema.plain_serializer_function_ser_schema(own.to_dict)
-        return core_schema.no_info_plain_validator_function(own.from_dict, serialization=write)
 
 
 def check_finite(**values: float | None) -> None:
@@ -100,6 +84,10 @@ def _fault(err: Exception) -> str:
         return str(err)
     fault = err.errors(include_url=False)[0]
     place = ".".join(str(part) for part in fault["loc"])
-    is_missing = fault["type"] == "missing"
-    text = "is missing" if is_missing else f"got {fault['input']!r:.80}, {fault['msg'].lower()}"
+    if fault["type"] == "missing":
+        text = "is missing"
+    elif fault["type"] == "value_error":  # of the class itself
+        text = str(fault["ctx"]["error"])
+    else:
+        text = f"got {fault['input']!r:.80}, {fault['msg'].lower()}"
     return f"{place}: {text}" if place else text

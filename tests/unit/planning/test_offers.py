@@ -75,7 +75,7 @@ def test_no_allocation_has_a_number_of_nodes_that_is_none(field, value):
 )
 def test_what_is_no_allocation_is_refused(body):
     """The error is the same as for any bad record."""
-    with pytest.raises(ValueError, match=r"allocation|offer"):
+    with pytest.raises(ValueError, match=r"Allocation|offer"):
         Allocation.from_dict(body)
 
 
