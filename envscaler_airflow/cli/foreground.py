@@ -21,8 +21,8 @@ from envscaler_airflow.cli.follow import StageStory, Voice, progress_line
 from envscaler_airflow.cli.owners import write_owner
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.errors import BackendError, EnvScalerError, RunFailedError, StoreError
-from envscaler_airflow.owner.act import Controller
-from envscaler_airflow.owner.foreground import Holder
+from envscaler_airflow.owner.foreground import ForegroundOwner
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.run_watch import AttemptWatcher
@@ -120,7 +120,7 @@ class Foreground:
     voice: Voice
     actor: Actor
     shows_training: bool = True
-    _holder: Holder = field(init=False)
+    _owner: ForegroundOwner = field(init=False)
     _story: StageStory = field(init=False)
     _waiting: Waiting | None = field(init=False, default=None)
     _cursors: dict[tuple[int, int, int], tuple[int, int]] = field(init=False, default_factory=dict)
@@ -131,20 +131,17 @@ class Foreground:
 
     def __post_init__(self) -> None:
         """Prepare; nothing is read or written."""
-        controller = Controller(run=self.run, backend=self.backend, actor=self.actor, stage=self.stage)
+        owner = Owner(run=self.run, backend=self.backend, actor=self.actor, stage=self.stage)
         self._story = StageStory(self.run, self.run.key().task_id)
-        self._holder = Holder(
-            controller,
-            self.run,
-            self.backend,
-            self.actor,
+        self._owner = ForegroundOwner(
+            owner,
             on_wait=self._on_wait,
             on_look=self._on_look,
             on_trouble=self._on_trouble,
         )
 
     def own(self) -> Delivered:
-        """Until the run is delivered. Raises as :meth:`Controller.enter`, and SystemExit after a signal."""
+        """Until the run is delivered. Raises as :meth:`Owner.enter`, and SystemExit after a signal."""
         self._story.skip()
         write_owner(self.run, self.actor.ti_id, self.backend)
         return self._until_end(resuming=False)
@@ -158,7 +155,7 @@ class Foreground:
         try:
             with signals():
                 try:
-                    return self._holder.go_on() if resuming else self._holder.hold()
+                    return self._owner.resume() if resuming else self._owner.own()
                 except KeyboardInterrupt as err:
                     return self._stop(err if isinstance(err, Signalled) else Signalled(signal.SIGINT))
         except SupersededError as err:
@@ -183,7 +180,7 @@ class Foreground:
         self.voice.say(f"{asked.name}: asked the training to save and stop; once more leaves it to its lease")
         try:
             self._request_stop(asked.name)
-            return self._holder.go_on()
+            return self._owner.resume()
         except StoppedError:
             self._tell_news()
             self.voice.say(f"stopped; --name {self.run.key().run_id} goes on from its last checkpoint")
@@ -197,7 +194,7 @@ class Foreground:
 
     def _is_ours(self) -> bool:
         try:
-            return self._holder.is_ours()
+            return self._owner.is_ours()
         except StoreError:
             return self._waiting is not None
 

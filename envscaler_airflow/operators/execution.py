@@ -20,10 +20,8 @@ from envscaler_airflow.errors import EnvScalerError, ProtocolError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.hooks.states import task_state
-from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.request import accept_delivery
-from envscaler_airflow.owner.retry import is_passing, watched_now
-from envscaler_airflow.owner.retry import postponed as again
 from envscaler_airflow.owner.stage import (
     Delivered,
     Stage,
@@ -31,7 +29,10 @@ from envscaler_airflow.owner.stage import (
     Waiting,
     Wake,
     Watching,
+    is_passing,
+    watched_now,
 )
+from envscaler_airflow.owner.stage import postponed as again
 from envscaler_airflow.run import Actor, AttemptState, Event, RunState
 from envscaler_airflow.run.event_bodies import AttemptEnded, NewGeneration
 from envscaler_airflow.run.narration import describe, totals
@@ -214,21 +215,21 @@ class Execution:
 
     def advance(self, stage: Stage, event: Mapping[str, Any] | None) -> Waiting | Delivered:
         """Act as far as possible; *event* is what a trigger saw, None for ``execute``."""
-        controller = self._controller(stage)
+        owner = self._owner(stage)
         if event is None:
             try:
-                controller.check_newest()
+                owner.check_newest()
             except StoreError:  # the check creates a folder that no run has written to; no try owns it
                 check_store(self.run)
-                controller.check_newest()
+                owner.check_newest()
             else:
                 check_store(self.run)
-            return controller.enter()
-        return controller.resume(Wake.from_dict(event))
+            return owner.enter()
+        return owner.resume(Wake.from_dict(event))
 
     def time_out(self, stage: Stage, reason: str) -> None:
         """Ask the attempt to save and stop."""
-        self._controller(stage).time_out(reason)
+        self._owner(stage).time_out(reason)
 
     def write_log(self, say: Callable[..., object], *, goes_on: bool) -> None:
         """Write what the task's log lacks of the run; *goes_on*: the task defers again."""
@@ -252,8 +253,8 @@ class Execution:
         is_recorded = accept_delivery(self.run, self.actor)
         return None if is_recorded else "a newer try owns the run"
 
-    def _controller(self, stage: Stage) -> Controller:
-        return Controller(run=self.run, backend=self.backend, actor=self.actor, stage=stage)
+    def _owner(self, stage: Stage) -> Owner:
+        return Owner(run=self.run, backend=self.backend, actor=self.actor, stage=stage)
 
 
 def life_of(context: Context) -> str | None:

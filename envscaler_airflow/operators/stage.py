@@ -196,8 +196,11 @@ class EnvStageOperator(_OnCluster):
     def _advance(
         self, context: Context, event: dict[str, Any] | None, watched: Mapping[str, Any] | None = None
     ) -> Any:
-        from envscaler_airflow.owner.retry import is_passing  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.owner.stage import SupersededError, Waiting  # noqa: PLC0415  (as above)
+        from envscaler_airflow.owner.stage import (  # noqa: PLC0415  (as above)
+            SupersededError,
+            Waiting,
+            is_passing,
+        )
 
         execution = None
         try:

@@ -1,22 +1,39 @@
-"""Own a run from a waiting process: a shell, or a test. No Airflow."""
+"""Own a run from a waiting process, or end one whose task is over. No Airflow."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
-from envscaler_airflow.owner.act import Controller
-from envscaler_airflow.owner.request import accept_delivery
+from envscaler_airflow.errors import BackendError, BudgetError, ProtocolError, RunFailedError, StoreError
+from envscaler_airflow.owner.facts import spent_usd
+from envscaler_airflow.owner.owned_run import OwnedRun
+from envscaler_airflow.owner.owner import Owner
+from envscaler_airflow.owner.request import accept_delivery, owns
 from envscaler_airflow.owner.run_watch import AttemptWatcher
-from envscaler_airflow.owner.stage import Delivered, Waiting, Wake, Watching
-from envscaler_airflow.run import Actor, RunState
+from envscaler_airflow.owner.stage import (
+    Delivered,
+    Stage,
+    StoppedError,
+    SupersededError,
+    Waiting,
+    Wake,
+    Watching,
+)
+from envscaler_airflow.planning.amounts import usd_text
+from envscaler_airflow.run import Action, Actor, RunState, outcome_of
+from envscaler_airflow.run.event_bodies import StopRequested
 from envscaler_airflow.store.lease import RENEW_EVERY_S
 from envscaler_airflow.store.run import Run
+
+log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 """How often a waiting process polls, seconds. Chosen: a person who waits notices no delay."""
@@ -26,35 +43,31 @@ half an hour: by then an attempt without an owner has saved and ended."""
 
 
 @dataclass(slots=True)
-class Holder:
+class ForegroundOwner:
     """Enters a run and stays its owner until it ends.
 
     Attributes:
-        controller: Acts.
-        run, backend, actor: For watching and the lease.
+        owner: Acts on the run.
         on_wait: Called with the reason for the wait whenever it changes.
         on_look: Called at every poll with the watch, to show logs and progress.
         on_trouble: Called with each error of the store while it waits.
         sleep, monotonic: Time.
     """
 
-    controller: Controller
-    run: Run
-    backend: Backend
-    actor: Actor
+    owner: Owner
     on_wait: Callable[[Waiting], None] = lambda _waiting: None
     on_look: Callable[[AttemptWatcher], None] = lambda _watch: None
     on_trouble: Callable[[Exception], None] = lambda _err: None
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
 
-    def hold(self) -> Delivered:
-        """Own the run until it is delivered. Raises as :meth:`Controller.enter`.
+    def own(self) -> Delivered:
+        """Own the run until it is delivered. Raises as :meth:`Owner.enter`.
 
-        Once this holder has begun an attempt, a missing answer ends nothing: the attempt may be running.
+        Once this process has begun an attempt, a missing answer ends nothing: the attempt may be running.
         """
         try:
-            result = self.controller.enter()
+            result = self.owner.enter()
         except BackendError as err:
             if not err.transient or not self._may_run():
                 raise
@@ -63,18 +76,16 @@ class Holder:
         return self._until_delivered(result)
 
     def is_ours(self) -> bool:
-        """Return True once this holder owns the run; before that another may own it. Raises StoreError."""
-        owner = self._state().owner
-        return self.actor.is_try_of(owner)
+        """Return True once this process owns the run; before that another may own it. Raises StoreError."""
+        owned = self.owner.owned
+        return owned.is_ours(owned.run.events.load())
 
     def _may_run(self) -> bool:
-        return self.is_ours() and self._state().live is not None
+        state = self.owner.owned.run.events.load()
+        return self.owner.owned.is_ours(state) and state.live is not None
 
-    def _state(self) -> RunState:
-        return self.run.events.load()
-
-    def go_on(self) -> Delivered:
-        """Continue a run that this holder has entered before. Otherwise as :meth:`hold`."""
+    def resume(self) -> Delivered:
+        """Continue a run that this process has entered before. Otherwise as :meth:`own`."""
         return self._until_delivered(self._resume(Wake("request"), Watching(0, 0)))
 
     def _until_delivered(self, result: Waiting | Delivered) -> Delivered:
@@ -82,7 +93,7 @@ class Holder:
             self.on_wait(result)
             result = self._resume(self._wait(result), result.watching)
         with contextlib.suppress(StoreError):  # then the same name delivers the same result again
-            accept_delivery(self.run, self.actor)
+            accept_delivery(self.owner.owned.run, self.owner.owned.actor)
         return result
 
     def _resume(self, wake: Wake, watching: Watching) -> Waiting | Delivered:
@@ -92,9 +103,9 @@ class Holder:
         while True:
             try:
                 if self.monotonic() - renewed >= RENEW_EVERY_S:
-                    self.run.lease.renew(holder=self.actor.ti_id)
+                    self.owner.owned.run.lease.renew(holder=self.owner.owned.actor.ti_id)
                     renewed = self.monotonic()
-                return self.controller.resume(wake)
+                return self.owner.resume(wake)
             except BackendError as err:
                 if not (err.transient or isinstance(err, StoreError)):
                     raise
@@ -105,13 +116,11 @@ class Holder:
             wait_s = min(2 * wait_s, RENEW_EVERY_S)
 
     def _wait(self, waiting: Waiting) -> Wake:
+        owned = self.owner.owned
         watch = AttemptWatcher(
-            run=self.run,
-            backend=self.backend,
-            watching=waiting.watching,
-            monotonic=self.monotonic,
+            run=owned.run, backend=owned.backend, watching=waiting.watching, monotonic=self.monotonic
         )
-        lease = _Renewal(self, watch)
+        lease = _Renewal(owned, watch, self.monotonic)
         answered = self.monotonic()
         while True:
             wake, trouble = None, lease.renew()
@@ -136,22 +145,22 @@ class Holder:
 class _Renewal:
     """Renews the lease of a watched run; a store that refuses writes hides no other error."""
 
-    def __init__(self, holder: Holder, watch: AttemptWatcher) -> None:
-        self._holder, self._watch = holder, watch
-        self._renewed = holder.monotonic()
+    def __init__(self, owned: OwnedRun, watch: AttemptWatcher, monotonic: Callable[[], float]) -> None:
+        self._owned, self._watch, self._monotonic = owned, watch, monotonic
+        self._renewed = monotonic()
         self._told: str | None = None
 
     def renew(self) -> Exception | None:
         """Renew the lease if it is due, or if the reason to wait changed; return the error, if any."""
         observed = self._watch.observed
         waits = "" if observed is None else observed.waits
-        is_due = self._holder.monotonic() - self._renewed >= RENEW_EVERY_S
+        is_due = self._monotonic() - self._renewed >= RENEW_EVERY_S
         if waits == self._told and not is_due:
             return None
         ages = None if self._told is None else self._watch.ages()  # nothing is known before the first poll
         err = self._write(waits=waits, ages=ages)
         if err is None:
-            self._renewed, self._told = self._holder.monotonic(), waits
+            self._renewed, self._told = self._monotonic(), waits
         return err
 
     def hand_on(self) -> Exception | None:
@@ -161,7 +170,84 @@ class _Renewal:
 
     def _write(self, **said: Any) -> Exception | None:
         try:
-            self._holder.run.lease.renew(holder=self._holder.actor.ti_id, **said)
+            self._owned.run.lease.renew(holder=self._owned.actor.ti_id, **said)
         except (StoreError, ProtocolError) as err:
             return err
         return None
+
+
+class _Over(Exception):  # noqa: N818  (a way out, not a fault)
+    """Nothing more needs to be recorded."""
+
+
+def _only_end(action: Action) -> None:
+    """Let an owner end what runs; it starts nothing, moves nothing, and delivers no result."""
+    if action.kind in ("start", "carry-out", "deliver"):
+        raise _Over
+
+
+def _not(seconds: float) -> NoReturn:
+    del seconds
+    raise _Over
+
+
+def close(
+    run: Run,
+    backend: Backend,
+    *,
+    ti_id: str,
+    try_number: int | None = None,
+    waits: bool = True,
+) -> RunState:
+    """Wait until what was asked to stop has ended, and record its end, its cost, and that the run stopped.
+
+    Acts as the try (*ti_id*, *try_number*), whose task is over, and only while no other try owns the run: a
+    new try may take it over at any moment. What the attempt used is released. With *waits* False only what
+    has ended by now is recorded.
+
+    Raises:
+        StoreError, BackendError: No answer for an hour.
+        ProtocolError: The run's events cannot be read.
+    """
+    actor = _asked(run, ti_id, try_number)
+    if actor is None:
+        return run.events.load()
+    stage = Stage(spec=None, spec_source="")
+    run.key()  # a run without a readable key is not closed
+    owner = Owner(run=run, backend=backend, actor=actor, stage=stage, before=_only_end)
+    foreground = ForegroundOwner(owner, sleep=time.sleep if waits else _not)
+    with suppress(_Over, StoppedError, RunFailedError, BudgetError, SupersededError):
+        foreground.resume()
+    return run.events.load()
+
+
+def _asked(run: Run, ti_id: str, try_number: int | None) -> Actor | None:
+    """Return the owner if a stop of its run is requested; None without one, or if another owns the run."""
+    while True:
+        state = run.events.load()
+        owner = state.owner
+        if not owns(owner, ti_id, try_number) or state.status != "active" or state.unknown:
+            return None
+        if state.live is not None and outcome_of(state.live.stop_why).is_final:
+            return owner
+        if any(isinstance(request.body, StopRequested) for request in state.pending):
+            return owner
+        stop = StopRequested(reason="its task is over", by=f"ti {ti_id}")
+        if run.events.append(state.number, stop, actor=None) is not None:
+            return owner
+
+
+def close_behind(run: Run, backend: Backend, *, ti_id: str, try_number: int | None = None) -> None:
+    """Run :func:`close` in a background thread that ends with this process; ``reap`` does the rest later."""
+
+    def follow() -> None:
+        try:
+            state = close(run, backend, ti_id=ti_id, try_number=try_number)
+        except (BackendError, ProtocolError) as err:
+            log.warning("run=%s its end is not recorded: %s; `envscaler reap` does it", run.prefix, err)
+            return
+        usd = spent_usd(state, backend, now=run.now())
+        cost = "unknown" if usd is None else usd_text(usd)
+        log.info("run=%s %s after its task was ended; cost %s", run.prefix, state.status, cost)
+
+    threading.Thread(target=follow, name=f"envscaler-close-{run.prefix}", daemon=True).start()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from envscaler_airflow.backends.base import Backend, RescalesInPlace, ResizesInPlace
+from envscaler_airflow.backends.base import Backend, MarksNodes, RescalesInPlace, ResizesInPlace
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, CapacityError
+from envscaler_airflow.owner import drain
 from envscaler_airflow.owner.choose import least_memory_bytes
+from envscaler_airflow.owner.owned_run import OwnedRun, live_of
+from envscaler_airflow.owner.stage import Waiting
 from envscaler_airflow.planning import Allocation, Offer
-from envscaler_airflow.run import AttemptState, Change, Handle
-from envscaler_airflow.run.event_bodies import Leaving
+from envscaler_airflow.run import Action, AttemptState, Change, Handle, RunState
+from envscaler_airflow.run.event_bodies import Changed, ChangeUndone, Leaving
 from envscaler_airflow.scaling import all_policies
 
 
@@ -234,3 +237,82 @@ def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing:
 def are_last(leaving: Collection[Leaving], live: AttemptState, target: Allocation) -> bool:
     """True if the nodes to remove are the last ones, or there are none."""
     return {item.node for item in leaving} == set(range(target.nodes, live.allocation.nodes))
+
+
+def change(owned: OwnedRun, state: RunState, action: Action) -> RunState | Waiting:
+    """Advance a change in place: it is done, undone, awaited, or left to the next attempt."""
+    live = live_of(state)
+    change = live.change
+    if change is None:
+        raise RuntimeError("nothing is being changed")
+    owned.check_still_owner(state)
+    sizes = sizes_of(owned.spec(state), change.target, had_bytes=live.memory_bytes)
+    is_overdue = bool(action.extra.get("is_overdue"))
+    got = carry_out(owned.backend, live, change, sizes, is_overdue=is_overdue)
+    if got.state == "going":
+        return _waiting_for_change(owned, state, got)
+    reason = f"{change.reason}; {got.reason}" if got.reason else change.reason
+    if got.state == "move":
+        moved = replace(action, why="move", reason=reason)
+        body = drain.stop_event(owned, state, moved, owned.spec(state).checkpoint_align, change.target)
+        return drain.record_stop(owned, state, body)
+    key: dict[str, Any] = {"generation": live.generation, "attempt": live.number, "kind": change.kind}
+    if got.state == "undone":
+        return owned.append(state, ChangeUndone(**key, reason=reason))
+    said = owned.run.status(live.key)
+    changed = Changed(
+        **key,
+        reason=reason,
+        target=change.target,
+        handle=got.handle,
+        vcpus=got.sizes.vcpus,
+        memory_bytes=got.sizes.memory_bytes,
+        step=None if said is None else said.progress.step,
+    )
+    return owned.append(state, changed)
+
+
+def _waiting_for_change(owned: OwnedRun, state: RunState, got: ChangeResult) -> Waiting:
+    live, waiting = live_of(state), drain.waiting(owned, state, got.reason)
+    assert live.change is not None
+    watching = replace(
+        waiting.watching,
+        changing=live.change.kind,
+        age=f"change-{live.change.number}",
+        overdue_after_s=CHANGE_S,
+    )
+    if got.handle is not None:
+        watching = replace(watching, handle=got.handle.to_dict(), nodes=live.change.target.nodes)
+    return Waiting(watching, got.reason)
+
+
+def nodes_to_remove(owned: OwnedRun, live: AttemptState, target: Allocation) -> tuple[Leaving, ...]:
+    """Return the nodes to remove if *target* has fewer, by what each node reports of its steps."""
+    fewer = live.allocation.nodes - target.nodes
+    if fewer <= 0:
+        return ()
+    step_s = {}
+    for node in range(live.allocation.nodes):
+        said = owned.run.status(live.key, node)
+        if said is not None and said.progress.step_time_s is not None:
+            step_s[node] = said.progress.step_time_s
+    return who_leaves(live.allocation, fewer, removable=_marked(owned, live), step_s=step_s)
+
+
+def has_session(owned: OwnedRun, live: AttemptState) -> bool:
+    """Return True if a Session restores the training: restarting several nodes repeats the attempt.
+
+    A Session reports the seconds of its saves, even before the first.
+    """
+    said = owned.run.status(live.key)
+    return said is not None and said.progress.save_s is not None
+
+
+def _marked(owned: OwnedRun, live: AttemptState) -> frozenset[int]:
+    """Nodes marked for removal first; none if the backend cannot mark nodes or does not answer."""
+    if live.handle is None or not isinstance(owned.backend, MarksNodes):
+        return frozenset()
+    try:
+        return owned.backend.removable(live.handle)
+    except BackendError:
+        return frozenset()

@@ -12,8 +12,7 @@ from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.owner import facts, limits, losses
-from envscaler_airflow.owner.limits import CHECKPOINT_S
+from envscaler_airflow.owner import facts, limits
 from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
 from envscaler_airflow.run import AttemptState, RunState
@@ -430,13 +429,13 @@ def _gpu_speeds(places: Iterable[Allocation]) -> dict[str, float]:
 def _interruptions(state: RunState, places: Iterable[Allocation], *, now: float) -> dict[str, float]:
     """Return the expected losses per hour of every offer of *places*."""
     offers = [part.offer for place in places for part in place.parts]
-    return losses.interruptions(offers, losses.losses_per_hour(state, now=now))
+    return limits.interruptions(offers, limits.losses_per_hour(state, now=now))
 
 
 def _checkpoint_s(state: RunState, head: Status | None) -> float:
-    """Return what this attempt measured, or the last one that measured it did, or :data:`CHECKPOINT_S`."""
+    """Return what this attempt measured, or the last one that measured it did, else the default."""
     measured = limits.measured_s(state, head)
-    return CHECKPOINT_S if measured is None else measured
+    return limits.CHECKPOINT_S if measured is None else measured
 
 
 def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.orphans import Orphan, orphans
 from envscaler_airflow.errors import BackendError, ProtocolError
-from envscaler_airflow.owner.close import close
+from envscaler_airflow.owner.foreground import close
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.run import RunState
 from envscaler_airflow.store.base import Store

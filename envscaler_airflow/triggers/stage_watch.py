@@ -15,7 +15,7 @@ from envscaler_airflow.backends.base import Backend, SharesWatch
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.hooks.settings import store_place
-from envscaler_airflow.owner.close import close_behind
+from envscaler_airflow.owner.foreground import close_behind
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Wake, Watching

@@ -23,7 +23,7 @@ from envscaler_agent.protocol import (
 )
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import BackendError, BudgetError, CapacityError, RunFailedError
-from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.request import accept_delivery, request_move, request_stop
 from envscaler_airflow.owner.stage import Delivered, Stage, StoppedError, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -85,7 +85,7 @@ class Recorder:
         self.tries, self.most = self.tries + 1, max_tries
         spec = self.folder / "train.yaml"
         spec.write_text(spec.read_text() + more)
-        return Controller(
+        return Owner(
             run=Run(self.store, KEY, clock=self.clock.time),
             backend=self.backend,
             actor=self.actor,

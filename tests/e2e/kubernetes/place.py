@@ -15,8 +15,8 @@ from envscaler_agent.protocol import Control
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.client import RefusedError
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.owner.act import Controller
-from envscaler_airflow.owner.foreground import Holder
+from envscaler_airflow.owner.foreground import ForegroundOwner
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import Actor
@@ -174,8 +174,8 @@ class ClusterRun:
         now = time.time_ns()
         actor = Actor(str(uuid.uuid4()), now, now, life="e2e")
         stage = Stage(spec=spec, spec_source="test")
-        controller = Controller(run=self.run, backend=place.backend, actor=actor, stage=stage)
-        self._holder = Holder(controller, self.run, place.backend, actor)
+        owner = Owner(run=self.run, backend=place.backend, actor=actor, stage=stage)
+        self._owner = ForegroundOwner(owner)
         self._thread = threading.Thread(target=self._hold, daemon=True)
 
     def start(self):
@@ -183,9 +183,9 @@ class ClusterRun:
         self._thread.start()
         return self
 
-    def _hold(self):
+    def _own(self):
         try:
-            self.result = self._holder.hold()
+            self.result = self._owner.own()
         except Exception as err:  # noqa: BLE001 - the thread's edge: the test looks at it
             self.error = err
 

@@ -6,7 +6,7 @@ from fakes import attempts
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.stage import Stage, Waiting, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
@@ -35,7 +35,7 @@ class Stagehand:
         self.store = open_store(f"file://{folder}/store")
         check_store(self.store)
         self.log = Run(self.store, KEY).events
-        self.owner = Controller(
+        self.owner = Owner(
             run=Run(self.store, KEY),
             backend=backend,
             actor=Actor("ti", 1, 3),

@@ -8,7 +8,7 @@ from integration.kubernetes.rig import KEY, OFFER, eventually, ours, over, reque
 
 from envscaler_airflow.backends.kubernetes import client
 from envscaler_airflow.errors import BackendError, NoOfferError, RunFailedError, SpecError
-from envscaler_airflow.owner import close
+from envscaler_airflow.owner import foreground
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store.run import Run
@@ -246,13 +246,13 @@ def test_no_offer_is_raised_for_a_volume_out_of_reach(cluster, connect):
 
 def test_a_task_that_was_marked_failed_leaves_nothing_open(cluster, stage, monkeypatch):
     """As its trigger does: the pod saves and ends, and the run has its end, its cost and no pod (D6)."""
-    monkeypatch.setattr(close.time, "sleep", lambda _s: cluster.advance(5))
+    monkeypatch.setattr(foreground.time, "sleep", lambda _s: cluster.advance(5))
     run = stage()
     run.begin()
     cluster.advance(1800)
 
     assert kill_quietly(Run(run.store, KEY), run.backend, ti_id="ti", reason="marked failed")
-    state = close.close(Run(run.store, KEY), run.backend, ti_id="ti")
+    state = foreground.close(Run(run.store, KEY), run.backend, ti_id="ti")
 
     [attempt] = state.attempts
     [job] = ours(cluster, JOBS)

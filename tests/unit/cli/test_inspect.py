@@ -18,7 +18,7 @@ from envscaler_airflow.cli.common import shell_key
 from envscaler_airflow.cli.owners import OWNER, owner_of, shown_status, write_owner
 from envscaler_airflow.cli.tables import RunRow, print_runs
 from envscaler_airflow.images.locks import LOCK, Lock
-from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.run import Actor, RunState
 from envscaler_airflow.run.event_bodies import NewGeneration, NewOwner, Stopped, read_body
 from envscaler_airflow.store.base import open_store
@@ -236,7 +236,7 @@ def test_who_is_interrupted_before_the_run_is_theirs_stops_nobody(store, monkeyp
     def interrupted(_controller):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Controller, "enter", interrupted)
+    monkeypatch.setattr(Owner, "enter", interrupted)
     got = CliRunner().invoke(main, [command, "-f", str(spec), "--name", "held", "--store", store.url])
 
     assert (got.exit_code, got.stderr.strip()) == (130, "-- SIGINT: nothing was started")
@@ -284,7 +284,7 @@ def test_a_run_begins_from_nothing_that_is_no_checkpoint(call, store, monkeypatc
     def started(_controller):
         pytest.fail("it has begun")
 
-    monkeypatch.setattr(Controller, "enter", started)
+    monkeypatch.setattr(Owner, "enter", started)
 
     got = call("run", "-f", str(spec), "--restore-from", uri.format(store=store.url))
 

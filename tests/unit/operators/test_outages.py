@@ -8,9 +8,8 @@ from fakes.operator_world import PREFIX, Ti, operator_world
 
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.operators import execution
-from envscaler_airflow.owner.retry import is_passing, postponed
 from envscaler_airflow.owner.run_watch import AttemptWatcher
-from envscaler_airflow.owner.stage import Wake, Watching
+from envscaler_airflow.owner.stage import Wake, Watching, is_passing, postponed
 from envscaler_airflow.run.event_bodies import StopRequested
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ManualClock

@@ -181,18 +181,18 @@ def test_a_try_that_airflow_no_longer_knows_writes_nothing(world, is_first):
 
 def test_an_older_try_that_slept_while_it_packed_writes_nothing(world, monkeypatch):
     """A large workdir: the owner has another spec by then, and keeps it (A2)."""
-    from envscaler_airflow.owner import act
+    from envscaler_airflow.owner import freeze as freezing
 
-    freeze, found = act.freeze.freeze, {}
+    freeze, found = freezing.freeze, {}
 
     def slept(spec, store):
-        monkeypatch.setattr(act.freeze, "freeze", freeze)
+        monkeypatch.setattr(freezing, "freeze", freeze)
         (world.dag_file.parent / "train.yaml").write_text(SPEC.replace("train.py", "other.py"))
         world.execute(world.operator(), Ti(2))
         found.update(world.files())
         return freeze(spec, store)
 
-    monkeypatch.setattr(act.freeze, "freeze", slept)
+    monkeypatch.setattr(freezing, "freeze", slept)
     with pytest.raises(AirflowFailException, match="is older than the owner"):
         world.operator().execute(world.context(world.operator(), Ti(1)))
 

@@ -15,7 +15,7 @@ from envscaler_agent.protocol import (
     status_name,
 )
 from envscaler_airflow.envspec import load_spec
-from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Stage
@@ -90,7 +90,7 @@ class World:
         self.life, self.born = "life-1", 0
         self.log = Run(self.store, KEY).events
 
-    def controller(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0, restart="resume"):
+    def owner(self, *, max_tries=3, budget_usd=None, lives=None, value_of_hour=100.0, restart="resume"):
         """Return an owner for the next try of the task; a different *max_tries* means a clear."""
         self.tries, self.born = self.tries + 1, self.born + 1
         actor = Actor(f"ti-{self.born:02d}", self.tries, max_tries, life=self.life)
@@ -102,9 +102,7 @@ class World:
             value_of_hour=value_of_hour,
             restart=restart,
         )
-        return Controller(
-            run=Run(store, KEY, clock=self.clock.time), backend=backend, actor=actor, stage=stage
-        )
+        return Owner(run=Run(store, KEY, clock=self.clock.time), backend=backend, actor=actor, stage=stage)
 
     def mortal(self, lives):
         """Return store and backend as seen by a process that dies as *lives* says; None: it does not die."""

@@ -26,7 +26,7 @@ def renew(world, watch):
 
 def stopping(world):
     """A run whose attempt was asked to stop."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say()
     request_stop(Run(world.store, world.prefix), reason="enough", by="me")
@@ -88,7 +88,7 @@ def test_a_kill_is_repeated_after_a_minute_and_not_at_once(world):
 
 def test_silence_is_counted_over_all_watchers(world):
     """Neither the backend nor the node reports: 400 s and 200 s add up to ten minutes."""
-    waiting = world.controller().enter()
+    waiting = world.owner().enter()
     world.say()
     world.backend.hide(world.handle)
     first = watch_again(world, waiting)
@@ -109,7 +109,7 @@ def test_silence_is_counted_over_all_watchers(world):
 
 def test_one_word_ends_the_silence(world):
     """The node's status changes: the time that earlier watchers counted no longer applies."""
-    waiting = world.controller().enter()
+    waiting = world.owner().enter()
     world.say()
     world.backend.hide(world.handle)
     Run(world.store, world.prefix).lease.renew(holder="trigger", ages={"silent-g1-a1": 590.0})

@@ -105,7 +105,7 @@ def test_prices_change_at_the_owner_s_time_though_the_provider_s_clock_is_off():
 
 def test_what_was_deleted_with_its_times_is_not_free(world):
     """A user deletes the Job after ten hours: the bill is unknown, and the budget counts ten hours."""
-    owner = world.controller(budget_usd=100.0)
+    owner = world.owner(budget_usd=100.0)
     owner.enter()
     world.say(checkpoint=world.save(10))
     world.clock.advance(10 * HOUR)
@@ -123,7 +123,7 @@ def test_what_was_deleted_with_its_times_is_not_free(world):
 
 def test_what_was_deleted_with_its_times_is_billed_by_its_statuses(world):
     """Two pods had the node, 4 h and 2.5 h by the store's dates; the budget still counts 10 h (D5)."""
-    owner = world.controller(budget_usd=100.0)
+    owner = world.owner(budget_usd=100.0)
     owner.enter()
     world.say(checkpoint=world.save(10))
     folder = Path(world.store.url.removeprefix("file://")) / KEY.prefix

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from envscaler_airflow.owner import close as closing
-from envscaler_airflow.owner.close import close
+from envscaler_airflow.owner import foreground as closing
+from envscaler_airflow.owner.foreground import close
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.store.run import Run
@@ -15,7 +15,7 @@ from envscaler_airflow.store.run import Run
 
 def killed(world):
     """The task is marked failed while deferred, and its trigger asks the attempt to stop."""
-    world.controller().enter()
+    world.owner().enter()
     kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked failed")
 
 
@@ -55,7 +55,7 @@ def test_a_killed_run_gets_its_end_its_cost_and_its_report(world, no_wait):
 
 def test_a_killed_run_that_waited_for_its_next_attempt_is_stopped(world):
     """Nothing of it runs: there is nothing to stop, and the run still gets its end (D6)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(step=5)
     world.backend.set_state(world.handle, "lost", reason="lost")
@@ -71,7 +71,7 @@ def test_a_killed_run_that_waited_for_its_next_attempt_is_stopped(world):
 def test_a_run_that_another_try_owns_is_left_alone(world):
     """The task was cleared: its new try continues the run (D6)."""
     killed(world)
-    world.controller().enter()
+    world.owner().enter()
     before = world.state.number
 
     close(Run(world.store, world.prefix), world.backend, ti_id="ti-01", waits=False)
@@ -85,7 +85,7 @@ def test_a_try_that_comes_meanwhile_takes_over(world, no_wait):
     handle = world.handle
 
     def cleared():
-        world.controller(max_tries=4).enter()
+        world.owner(max_tries=4).enter()
         world.backend.end(handle, exit_code=85, reason="left")
 
     no_wait.append(cleared)
@@ -98,7 +98,7 @@ def test_a_try_that_comes_meanwhile_takes_over(world, no_wait):
 
 def test_a_success_that_came_first_is_kept_for_the_next_try(world):
     """It is recorded but not delivered: a clear delivers it (D6)."""
-    world.controller().enter()
+    world.owner().enter()
     world.succeed()
     kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked failed")
 

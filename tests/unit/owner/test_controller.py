@@ -26,7 +26,7 @@ LAST_CALL = 36
 
 def test_a_run_from_first_start_to_delivery(world):
     """Begin on the least expensive offer, wait, succeed, deliver the outputs and a bill."""
-    owner = world.controller()
+    owner = world.owner()
 
     waiting = owner.enter()
     world.clock.advance(3600)
@@ -50,7 +50,7 @@ def test_a_run_from_first_start_to_delivery(world):
 
 def test_a_watch_says_nothing_while_the_attempt_runs(world):
     """No event, no change of status, no wait: the trigger keeps checking."""
-    watch = world.watch(world.controller().enter())
+    watch = world.watch(world.owner().enter())
     world.say()
 
     assert watch.poll() is None
@@ -58,7 +58,7 @@ def test_a_watch_says_nothing_while_the_attempt_runs(world):
 
 def test_a_move_is_a_request_an_acceptance_and_a_start_elsewhere(world):
     """The sensor requests, the owner accepts, the training saves and exits, the next attempt is larger."""
-    owner = world.controller()
+    owner = world.owner()
     waiting = owner.enter()
     world.say(elapsed_s=60.0)
     request = world.ask_move()
@@ -79,7 +79,7 @@ def test_a_move_is_a_request_an_acceptance_and_a_start_elsewhere(world):
 
 def test_a_move_to_what_is_not_offered_is_refused(world):
     """The request names 64 CPUs; the answer gives the reason and training continues."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say()
     request = world.ask_move(vcpus=64)
@@ -96,7 +96,7 @@ def test_a_move_to_what_is_not_offered_is_refused(world):
 
 def test_a_checkpoint_of_a_zombie_is_never_a_candidate(world):
     """Attempt 1 saves again after attempt 2 began: attempt 3 does not get that checkpoint as a candidate."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     good = world.save(40)
     world.say(step=45, checkpoint=good)
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_a_zombie_is_never_a_candidate(world):
 
 def test_a_lost_machine_waits_ten_seconds_then_starts_again(world):
     """The watch counts the back-off by its own clock."""
-    owner = world.controller()
+    owner = world.owner()
     waiting = owner.enter()
     world.say(checkpoint=world.save(10))
     world.backend.lose(world.handle)
@@ -133,7 +133,7 @@ def test_a_lost_machine_waits_ten_seconds_then_starts_again(world):
 
 def test_a_node_that_is_unknown_for_ten_minutes_is_lost(world):
     """The backend does not answer; the watch counts by its own clock, and a changed status resets it."""
-    waiting = world.controller().enter()
+    waiting = world.owner().enter()
     world.say()
     world.backend.hide(world.handle)
     watch = world.watch(waiting)
@@ -153,7 +153,7 @@ def test_a_node_that_is_unknown_for_ten_minutes_is_lost(world):
 
 def test_the_last_lines_and_the_exit_code_are_in_the_failure(world):
     """The task's exception contains what a user needs to see."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     ended = Ended(exit_code=3, reason="failed", last_lines=("Traceback", "ValueError: no such column"))
     world.say(ended=ended, step=0)
@@ -167,7 +167,7 @@ def test_the_last_lines_and_the_exit_code_are_in_the_failure(world):
 
 def test_spent_money_checkpoints_and_fails(world):
     """$0.05 an hour against $0.10: after two hours the owner asks the attempt to save and stop."""
-    owner = world.controller(budget_usd=0.10)
+    owner = world.owner(budget_usd=0.10)
     owner.enter()
     world.say()
     world.clock.advance(7200)
@@ -183,7 +183,7 @@ def test_spent_money_checkpoints_and_fails(world):
 
 def test_a_cancel_checkpoints_and_stops_the_run(world):
     """`envscaler cancel`: save and stop; the task ends without a retry."""
-    owner = world.controller()
+    owner = world.owner()
     waiting = owner.enter()
     request_stop(Run(world.store, world.prefix), reason="cancelled", by="me")
 
@@ -198,8 +198,8 @@ def test_a_cancel_checkpoints_and_stops_the_run(world):
 
 def test_a_kill_of_the_old_try_does_nothing_after_the_new_one_began(world):
     """After a clear the old trigger's on_kill comes late: the last owner has another ti.id."""
-    world.controller().enter()
-    world.controller(max_tries=5).enter()
+    world.owner().enter()
+    world.owner(max_tries=5).enter()
 
     acted = kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="killed")
 
@@ -209,10 +209,10 @@ def test_a_kill_of_the_old_try_does_nothing_after_the_new_one_began(world):
 
 def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
     """Cleared while deferred: the old attempt saves and stops, and the new try continues from there."""
-    world.controller().enter()
+    world.owner().enter()
     world.say()
     acted = kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="cleared")
-    owner = world.controller(max_tries=5)
+    owner = world.owner(max_tries=5)
 
     owner.enter()
     asked = world.control()
@@ -228,7 +228,7 @@ def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
 def test_a_stock_out_goes_to_the_next_offer(world):
     """The least expensive offer is not available: the wait is 10 s, then the owner requests the next one."""
     world.backend.fail_next("submit", CapacityError("none left"))
-    owner = world.controller()
+    owner = world.owner()
 
     waiting = owner.enter()
     owner.resume(Wake("backoff"))
@@ -241,7 +241,7 @@ def test_a_stock_out_that_another_run_met_is_passed_over(world):
     """The store remembers it for a while: the first start uses the next offer at once."""
     remember(world.store, cpu_offer(1), "InsufficientInstanceCapacity", now=world.clock.time())
 
-    world.controller().enter()
+    world.owner().enter()
 
     assert world.state.live.allocation.name == "scripted/cpu-2/on-demand"
 
@@ -250,7 +250,7 @@ def test_a_stock_out_is_told_to_other_runs(world):
     """The error has the cloud's own code; a machine that is merely full would not be remembered."""
     world.backend.fail_next("submit", CapacityError("InsufficientInstanceCapacity: none left"))
 
-    world.controller().enter()
+    world.owner().enter()
 
     kept = stockouts(world.store, now=world.clock.time())
     assert [item.instance_type for item in kept] == ["cpu-1"]
@@ -258,9 +258,9 @@ def test_a_stock_out_is_told_to_other_runs(world):
 
 def test_a_superseded_slice_touches_nothing(world):
     """The task was cleared while an old execution was starting: it sees another owner and ends."""
-    old = world.controller()
+    old = world.owner()
     old.enter()
-    world.controller(max_tries=5).enter()
+    world.owner(max_tries=5).enter()
     before = world.state.number
 
     with pytest.raises(SupersededError, match="owned by ti-02"):
@@ -271,16 +271,16 @@ def test_a_superseded_slice_touches_nothing(world):
 
 def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
     """A cancel is recorded between the read and the takeover: the try still takes over."""
-    world.controller().enter()
-    owner = world.controller()
-    append, landed = owner._run.events.append, []
+    world.owner().enter()
+    owner = world.owner()
+    append, landed = owner.owned.run.events.append, []
 
     def append_late(after, body, *, actor):
         if not landed:
             landed.append(request_stop(Run(world.store, world.prefix), reason="late", by="me"))
         return append(after, body, actor=actor)
 
-    owner._run.events.append = append_late
+    owner.owned.run.events.append = append_late
     owner.enter()
 
     assert world.state.owner.ti_id == "ti-02"
@@ -288,7 +288,7 @@ def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
 
 def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
     """A deferral timeout: the attempt saves; the retry fails for that reason, and a clear continues (A3)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say()
 
@@ -296,8 +296,8 @@ def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
     asked = world.control()
     world.leave()
     with pytest.raises(RunFailedError, match="the deferral timed out"):
-        world.controller().enter()
-    got = world.controller(max_tries=5).enter()
+        world.owner().enter()
+    got = world.owner(max_tries=5).enter()
 
     assert asked.action == "leave"
     assert isinstance(got, Waiting)
@@ -306,10 +306,10 @@ def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
 
 def test_an_attempt_of_a_deleted_dag_run_never_trains_beside_the_new_one(world):
     """Try 1 again under another id: generation 2 waits until the machine of generation 1 is released."""
-    world.controller().enter()
+    world.owner().enter()
     world.say()
     world.recreate_dag_run()
-    stage_again = world.controller()
+    stage_again = world.owner()
 
     stage_again.enter()
     asked = world.control()
@@ -324,13 +324,13 @@ def test_an_attempt_of_a_deleted_dag_run_never_trains_beside_the_new_one(world):
 
 def _play(world, lives, script):
     """Play *script* with an owner that dies once, then with its successors; returns the delivery."""
-    owner = world.controller(lives=lives)
+    owner = world.owner(lives=lives)
     wake, result = None, None
     for _ in range(60):
         try:
             result = owner.enter() if wake is None else owner.resume(wake)
         except world.killed:
-            owner, wake = world.controller(), None
+            owner, wake = world.owner(), None
             assert len(world.backend.live) <= 1
             continue
         assert len(world.backend.live) <= 1
@@ -393,7 +393,7 @@ def test_the_deaths_above_cover_every_call(world):
 
 def test_a_store_without_an_answer_is_no_news(world):
     """Unknown is never lost: the trigger gets the error and checks again."""
-    waiting = world.controller().enter()
+    waiting = world.owner().enter()
     watch = world.watch(waiting)
 
     class Down:

@@ -36,8 +36,8 @@ def world(new_world):
 
 def owner_of(world, deadline_s=4 * 3600.0):
     """Return an owner whose stage has a deadline."""
-    owner = world.controller()
-    owner._stage = replace(owner._stage, strategy="deadline", deadline_s=deadline_s)
+    owner = world.owner()
+    owner.owned.stage = replace(owner.owned.stage, strategy="deadline", deadline_s=deadline_s)
     return owner
 
 

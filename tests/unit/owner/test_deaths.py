@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.owner.close import close
+from envscaler_airflow.owner.foreground import close
 from envscaler_airflow.owner.request import accept_delivery, kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.store.run import Run
@@ -36,12 +36,12 @@ def check_complete(world):
 
 def play(world, lives, act):
     """An owner that dies once, then its successors, until the run is over; *act* is what happens between."""
-    owner, wake = world.controller(lives=lives), None
+    owner, wake = world.owner(lives=lives), None
     for _ in range(30):
         try:
             result = owner.enter() if wake is None else owner.resume(wake)
         except world.killed:
-            owner, wake = world.controller(), None
+            owner, wake = world.owner(), None
             assert len(world.backend.live) <= 1
             continue
         except StoppedError:
@@ -106,7 +106,7 @@ def test_a_death_around_a_release_that_fails(world, dies_at, after):
 @pytest.mark.parametrize("after", DEATHS)
 def test_a_death_at_the_acceptance(world, after):
     """A clear trains again only if the acceptance was written (A4)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.succeed()
     assert isinstance(owner.resume(Wake("status")), Delivered)
@@ -114,7 +114,7 @@ def test_a_death_at_the_acceptance(world, after):
     with pytest.raises(world.killed):
         accept_delivery(Run(store, world.prefix), world.state.owner)
 
-    got = world.controller(max_tries=9).enter()
+    got = world.owner(max_tries=9).enter()
 
     assert isinstance(got, Delivered) is not after
     assert world.state.generation == 1 + after
@@ -122,7 +122,7 @@ def test_a_death_at_the_acceptance(world, after):
 
 def play_closing(world, lives):
     """Mark a task failed while its stage trains; the process that closes the run dies."""
-    world.controller().enter()
+    world.owner().enter()
     world.say(step=5)
     kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked failed")
     world.clock.advance(1800)

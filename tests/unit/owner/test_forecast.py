@@ -85,7 +85,7 @@ def test_the_larger_need_is_met_before_its_phase_begins(new_world):
     for check in (seen("loading", 600.0), seen("training", 7800.0), seen("evaluation", 8700.0)):
         log.add(check)
     log.close()
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
     watcher = ScalingWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
         backend=world.backend,
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_foretells_nothing(world, text):
 
 def test_a_first_run_has_nothing_to_go_by(world):
     """The DAG has no other run."""
-    world.controller().enter()
+    world.owner().enter()
 
     prepare(world)
 

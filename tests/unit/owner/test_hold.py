@@ -6,7 +6,9 @@ import pytest
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.errors import BackendError, StoreError
-from envscaler_airflow.owner.foreground import GIVE_UP_S, Holder
+from envscaler_airflow.owner.foreground import GIVE_UP_S, ForegroundOwner
+from envscaler_airflow.owner.owned_run import OwnedRun
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake, Watching
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
@@ -25,6 +27,7 @@ class Answers:
     def __init__(self, *answers):
         """Give *answers* one after the other; raise those that are errors."""
         self.answers = list(answers)
+        self.owned = OwnedRun(None, ScriptedBackend(), Actor("me"), None)
         self.wakes = []
 
     def enter(self):
@@ -40,20 +43,23 @@ class Answers:
         return answer
 
 
-class Hurried(Holder):
+def owner_of(store, backend):
+    """Return an owner of the run, which is only watched."""
+    return Owner(run=Run(store, "p"), backend=backend, actor=Actor("me"), stage=None)
+
+
+class Hurried(ForegroundOwner):
     """An owner that always has something to do."""
 
     def _wait(self, waiting):
         return Wake("status", detail="the attempt ended")
 
 
-def holder(controller, *, slept, said, store=None):
+def foreground(owner, *, slept, said, store=None):
     """Watch a run in which every check shows something."""
+    owner.owned.run = None if store is None else Run(store, "p")
     return Hurried(
-        controller,
-        None if store is None else Run(store, "p"),
-        ScriptedBackend(),
-        Actor("me"),
+        owner,
         on_wait=lambda waiting: said.append(waiting.reason),
         sleep=slept.append,
     )
@@ -70,13 +76,13 @@ def holder(controller, *, slept, said, store=None):
 def test_a_slice_without_an_answer_is_done_again(tmp_path, error):
     """The same wake, after 2 s and then 4 s; the user sees the reason."""
     slept, said, store = [], [], open_store(f"file://{tmp_path}")
-    controller = Answers(error, error, DONE)
+    owner = Answers(error, error, DONE)
 
-    got = holder(controller, slept=slept, said=said, store=store).hold()
+    got = foreground(owner, slept=slept, said=said, store=store).own()
 
     assert got is DONE
     assert slept == [2.0, 4.0]
-    assert [wake.detail for wake in controller.wakes] == ["the attempt ended"] * 3
+    assert [wake.detail for wake in owner.wakes] == ["the attempt ended"] * 3
     assert said[1].startswith("no answer, tried again in 2 s: ")
 
 
@@ -84,10 +90,10 @@ def test_a_slice_without_an_answer_is_done_again(tmp_path, error):
 def test_a_slice_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
     """The shell keeps the lease: a sidecar whose lease is not renewed would end its attempt."""
     store, clock = open_store(f"file://{tmp_path}"), ManualClock()
-    waiting = holder(Answers(*[error] * 60, DONE), slept=[], said=[], store=store)
+    waiting = foreground(Answers(*[error] * 60, DONE), slept=[], said=[], store=store)
     began, waiting.monotonic, waiting.sleep = clock.monotonic(), clock.monotonic, clock.advance
 
-    got = waiting.hold()
+    got = waiting.own()
 
     minutes = (clock.monotonic() - began) / 60
     assert (got, minutes > 50) == (DONE, True)
@@ -106,16 +112,16 @@ def test_an_entry_without_an_answer_is_gone_on_with_once_an_attempt_is_ours(tmp_
     if is_begun:
         attempt = {"generation": 1, "attempt": 1, "allocation": Allocation(cpu_offer(1)).to_dict()}
         log.append(1, read_body("attempt-intended", attempt), actor=Actor(owner))
-    controller = Answers(error, DONE)
-    controller.enter = lambda: controller.resume(Wake("entry"))
-    held = holder(controller, slept=[], said=said, store=store)
+    answers = Answers(error, DONE)
+    answers.enter = lambda: answers.resume(Wake("entry"))
+    held = foreground(answers, slept=[], said=said, store=store)
 
     if owner == "another" or not is_begun:
         with pytest.raises(BackendError, match="away"):
-            held.hold()
+            held.own()
     else:
-        assert held.hold() is DONE
-        assert [wake.kind for wake in controller.wakes] == ["entry", "entry"]
+        assert held.own() is DONE
+        assert [wake.kind for wake in answers.wakes] == ["entry", "entry"]
         assert said == ["no answer, tried again: away"]
 
 
@@ -124,14 +130,14 @@ def test_a_stop_without_an_answer_is_asked_for_again(tmp_path):
     slept, store = [], open_store(f"file://{tmp_path}")
     answers = Answers(BackendError("away", transient=True), DONE)
 
-    assert holder(answers, slept=slept, said=[], store=store).go_on() is DONE
+    assert foreground(answers, slept=slept, said=[], store=store).resume() is DONE
     assert slept == [2.0]
 
 
 def test_a_refusal_for_good_is_not_repeated():
     """Forbidden is permanent."""
     with pytest.raises(BackendError, match="forbidden"):
-        holder(Answers(BackendError("forbidden", status=403)), slept=[], said=[]).hold()
+        foreground(Answers(BackendError("forbidden", status=403)), slept=[], said=[]).own()
 
 
 def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
@@ -148,7 +154,7 @@ def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
             backend.end(handle)
 
     watching = Watching(0, 1, 1, nodes=2, handle=handle.to_dict())
-    waiting = Holder(None, Run(store, "p"), backend, Actor("me"), sleep=sleep)
+    waiting = ForegroundOwner(owner_of(store, backend), sleep=sleep)
 
     assert waiting._wait(Waiting(watching, "starts")).detail == "the attempt ended"
     assert slept == ["", "node 0: scheduling: no room"]
@@ -169,11 +175,8 @@ class TestFullStore:
         request = AttemptRequest(store.url, "p", "dag.train", 1, 1, Allocation(cpu_offer(1)))
         handle = backend.submit(request)
         told = []
-        waiting = Holder(
-            None,
-            Run(store, "p"),
-            backend,
-            Actor("me"),
+        waiting = ForegroundOwner(
+            owner_of(store, backend),
             on_trouble=lambda err: told.append(str(err)),
             sleep=clock.advance,
             monotonic=clock.monotonic,

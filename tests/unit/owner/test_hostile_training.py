@@ -8,7 +8,7 @@ import pytest
 
 from envscaler_agent.protocol import Ended, Progress, Status, Transfer, status_name
 from envscaler_airflow.errors import RunFailedError
-from envscaler_airflow.owner.sanitize import LINES_BYTES, shortened
+from envscaler_airflow.owner.owned_run import LINES_BYTES, shortened
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
 from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.store.run import Run, believable
@@ -33,7 +33,7 @@ def write_status(world, text):
 )
 def test_numbers_that_cannot_be_true_are_unknown_and_the_run_is_delivered(world, field):
     """Bill, report and decision use what remains."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     head = '{"schema":"1.0","sequence":1,"phase":"ended","ended":{"exit_code":0,"reason":"succeeded"}'
     write_status(world, f"{head},{field}}}".encode())
@@ -63,7 +63,7 @@ def test_numbers_that_cannot_be_true_are_unknown_and_the_run_is_delivered(world,
 )
 def test_a_status_that_is_no_status_is_no_news(world, text):
     """It is neither read nor raised: the watch continues."""
-    waiting = world.controller().enter()
+    waiting = world.owner().enter()
     write_status(world, text)
 
     assert Run(world.store, world.prefix).status((1, 1)) is None
@@ -73,7 +73,7 @@ def test_a_status_that_is_no_status_is_no_news(world, text):
 @pytest.mark.parametrize("letter", ["x", "é", "水", "😀", "\x1b", "\n"])
 def test_last_lines_in_any_script_fit_into_the_event_of_the_end(world, letter):
     """100 lines of 2,000 characters are up to 2.4 MB of JSON; the newest of them are kept."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     lines = tuple(f"{number} " + letter * 400 for number in range(99))
     world.say(ended=Ended(exit_code=1, reason="failed", detail=letter * 9000, last_lines=lines), step=0)
@@ -101,7 +101,7 @@ def test_one_line_that_is_too_long_alone_is_cut():
 )
 def test_bytes_that_no_transfer_can_have_are_unknown(world, done, total, is_shown):
     """More than there are, less than zero, more than any disk has; the rest of the status counts (F6)."""
-    waiting = world.controller().enter()
+    waiting = world.owner().enter()
     moving = Transfer("uploading", "checkpoint 440", done, total)
     write_status(world, Status(generation=1, attempt=1, phase="running", transfer=moving).to_json())
 
@@ -122,7 +122,7 @@ def test_what_is_believable_stays_as_it_is():
 
 def test_the_uri_of_an_output_is_the_owners_and_never_what_a_node_says(world):
     """Neither a file on the next stage's machine nor a name that the spec does not declare."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     outputs = {"model": "file:///etc", "other": "file:///root"}
     world.say(ended=Ended(exit_code=0, reason="succeeded"), outputs=outputs)
@@ -135,7 +135,7 @@ def test_the_uri_of_an_output_is_the_owners_and_never_what_a_node_says(world):
 
 def test_a_checkpoint_whose_manifest_is_a_link_is_none_and_the_next_attempt_starts(world, tmp_path):
     """A training that can reach the store can put anything into its own prefix."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     good = world.save(10)
     folder = tmp_path / "store" / world.prefix / "checkpoints" / "g1-step-00000020-a1"

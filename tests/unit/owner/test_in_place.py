@@ -41,7 +41,7 @@ def world(new_world):
 
 def started(world, *, lives=None):
     """An owner with a running attempt on the smallest share."""
-    owner = world.controller(lives=lives, value_of_hour=0.0)
+    owner = world.owner(lives=lives, value_of_hour=0.0)
     owner.enter()
     world.say(elapsed_s=60.0)
     return owner
@@ -457,12 +457,12 @@ def _changed_once(target):
 
 def _play(world, lives, script):
     """Play *script* with an owner that dies once, then with its successors; returns the delivery."""
-    owner, wake = world.controller(lives=lives, value_of_hour=0.0), None
+    owner, wake = world.owner(lives=lives, value_of_hour=0.0), None
     for _ in range(60):
         try:
             result = owner.enter() if wake is None else owner.resume(wake)
         except world.killed:
-            owner, wake = world.controller(value_of_hour=0.0), None
+            owner, wake = world.owner(value_of_hour=0.0), None
             continue
         finally:
             assert len(world.backend.live) <= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from envscaler_airflow.errors import NoOfferError, RunFailedError, SpecError
-from envscaler_airflow.owner.close import close
+from envscaler_airflow.owner.foreground import close
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import StoppedError, Waiting, Wake
 from envscaler_airflow.run.event_bodies import read_body
@@ -18,7 +18,7 @@ def begun(world):
     """A run whose worker died between the intent and the start."""
     world.backend.fail_next("submit", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        world.controller().enter()
+        world.owner().enter()
     assert world.state.live.phase == "intended"
     world.backend.calls.clear()
     return world
@@ -39,9 +39,9 @@ def test_a_start_that_the_spec_makes_impossible_ends_the_run(world):
     world.backend.fail_next("submit", SpecError("train: volume hdfs://x: cannot be mounted here"))
 
     with pytest.raises(RunFailedError, match="hdfs://x: cannot be mounted"):
-        world.controller().enter()
+        world.owner().enter()
     with pytest.raises(RunFailedError, match="hdfs://x: cannot be mounted"):
-        world.controller().enter()
+        world.owner().enter()
 
     [attempt] = world.state.attempts
     assert (world.state.status, world.state.failure) == ("failed", "spec")
@@ -53,9 +53,9 @@ def test_a_clear_after_such_a_start_tries_the_same_offer_again(world):
     """The user fixed the spec; the offer was never requested (A4)."""
     world.backend.fail_next("submit", SpecError("env KEY: secret:a/b: there is no such secret"))
     with pytest.raises(RunFailedError):
-        world.controller().enter()
+        world.owner().enter()
 
-    world.controller(max_tries=9).enter()
+    world.owner(max_tries=9).enter()
 
     assert (world.state.status, world.state.live.number) == ("active", 2)
     assert world.state.live.allocation.name == "scripted/cpu-1/on-demand"
@@ -65,10 +65,10 @@ def test_a_start_that_fails_after_it_took_place_is_adopted(begun):
     """An earlier execution had started the attempt; it trains, even if the spec is wrong now (A4)."""
     begun.backend.fail_next("submit", KeyboardInterrupt(), after=True)
     with pytest.raises(KeyboardInterrupt):
-        begun.controller().enter()
+        begun.owner().enter()
     begun.backend.fail_next("submit", SpecError("env KEY: there is no such secret"))
 
-    got = begun.controller().enter()
+    got = begun.owner().enter()
 
     assert isinstance(got, Waiting)
     assert begun.state.live.phase == "started"
@@ -80,7 +80,7 @@ def test_a_run_that_no_attempt_can_be_chosen_for_has_failed(new_world):
     world = new_world((cpu_offer(1, memory_gib=0.1),))
 
     with pytest.raises(NoOfferError):
-        world.controller().enter()
+        world.owner().enter()
 
     assert (world.state.status, world.state.failure) == ("failed", "no-offer")
     assert types(world) == ["generation", "failed"]
@@ -91,7 +91,7 @@ def test_a_stop_is_answered_before_an_intent_is_carried_out(begun):
     request_stop(Run(begun.store, begun.prefix), reason="cancelled", by="me")
 
     with pytest.raises(StoppedError, match="cancelled"):
-        begun.controller().enter()
+        begun.owner().enter()
 
     assert "submit" not in methods(begun)
     assert begun.backend.live == []
@@ -101,7 +101,7 @@ def test_a_stop_is_answered_before_an_intent_is_carried_out(begun):
 
 def test_a_timeout_is_answered_before_an_intent_is_carried_out(begun):
     """The task's time was over before the owner requested its machine (A4)."""
-    owner = begun.controller()
+    owner = begun.owner()
     body = {"reason": "the deferral timed out", "by": "ti", "why": "timeout"}
     begun.log.append_request(read_body("stop-requested", body), actor=None)
 
@@ -115,10 +115,10 @@ def test_a_start_that_nobody_recorded_is_stopped_and_billed(begun):
     """Its worker died right after the start; the cancel finds it and asks it to save (A4)."""
     begun.backend.fail_next("submit", KeyboardInterrupt(), after=True)
     with pytest.raises(KeyboardInterrupt):
-        begun.controller().enter()
+        begun.owner().enter()
     request_stop(Run(begun.store, begun.prefix), reason="cancelled", by="me")
     begun.clock.advance(3600)
-    owner = begun.controller()
+    owner = begun.owner()
 
     owner.enter()
     asked = begun.control()
@@ -136,7 +136,7 @@ def test_an_intent_of_a_deleted_dag_run_is_given_up(begun):
     """The new DAG run starts its own attempt; no one pays for a machine of the old one (A4)."""
     begun.recreate_dag_run()
 
-    begun.controller().enter()
+    begun.owner().enter()
 
     assert methods(begun).count("submit") == 1
     assert (begun.state.live.generation, begun.state.attempts[0].outcome) == (2, "stopped")
@@ -146,7 +146,7 @@ def test_an_intent_with_another_spec_is_given_up_after_a_clear(begun):
     """The next attempt has the new spec, at once (A4)."""
     begun.spec_path.write_text(begun.spec_path.read_text().replace("train.py", "other.py"))
 
-    begun.controller(max_tries=9).enter()
+    begun.owner(max_tries=9).enter()
 
     assert methods(begun).count("submit") == 1
     assert begun.state.live.spec_hash == begun.state.spec_hash
@@ -157,7 +157,7 @@ def test_a_late_start_of_what_was_given_up_finds_that_it_must_not_train(begun):
     """An owner that hung in its backend call starts it after all: its control says to stop (A4)."""
     request_stop(Run(begun.store, begun.prefix), reason="cancelled", by="me")
     with pytest.raises(StoppedError):
-        begun.controller().enter()
+        begun.owner().enter()
 
     control = begun.store.read(f"{begun.prefix}/control/g1-a1.json")
 
@@ -178,7 +178,7 @@ def test_a_start_that_nobody_recorded_is_closed(begun):
     """Its worker died right after the start, and the task is over: it is stopped and recorded (D6)."""
     begun.backend.fail_next("submit", KeyboardInterrupt(), after=True)
     with pytest.raises(KeyboardInterrupt):
-        begun.controller().enter()
+        begun.owner().enter()
     owner = begun.state.owner
     state = close(Run(begun.store, begun.prefix), begun.backend, ti_id=owner.ti_id, waits=False)
     assert state.live.phase == "stopping"
@@ -192,7 +192,7 @@ def test_a_start_that_nobody_recorded_is_closed(begun):
 
 def test_a_run_that_was_being_moved_when_its_task_ended_is_stopped(world):
     """The attempt drains for a move; the next one never starts, and the run has its end (D6)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(elapsed_s=60.0)
     world.ask_move()
@@ -206,7 +206,7 @@ def test_a_run_that_was_being_moved_when_its_task_ended_is_stopped(world):
 
 def test_a_kill_between_two_attempts_stops_the_run(world):
     """Marked failed while it waits for its next attempt: a later execution starts nothing (D6)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(step=5)
     world.backend.lose(world.handle)
@@ -216,4 +216,4 @@ def test_a_kill_between_two_attempts_stops_the_run(world):
 
     assert acted
     with pytest.raises(StoppedError):
-        world.controller().enter()
+        world.owner().enter()

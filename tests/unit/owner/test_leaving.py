@@ -70,7 +70,7 @@ def shrunk(new_world, *, slow, marked=frozenset()):
     """Return the owner's answer to a move from four nodes to three."""
     world = new_world((DEMAND,), spec=SPEC.replace("num_nodes: 1..4", "num_nodes: 4"), backend=ElasticBackend)
     world.backend.marked = marked
-    owner = world.controller(value_of_hour=0.0)
+    owner = world.owner(value_of_hour=0.0)
     owner.enter()
     for node in range(4):
         step_s = 2.0 if node == slow else 1.0

@@ -68,7 +68,7 @@ def running(new_world, policy, more=""):
     """A world in which the first attempt runs on the small share."""
     spec = SPEC.format(policy=policy, more=more)
     world = new_world((SMALL, LARGE), spec=spec, backend=ElasticBackend)
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
     return world
 
 
@@ -92,7 +92,7 @@ def test_the_owner_validates_by_the_same_policy(new_world, brought):
     body = {**from_check, "target": Allocation(LARGE).to_dict(), "from_attempt": [1, live.number]}
     world.log.append_request(read_body("move-requested", body), actor=None)
 
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
 
     accepted = world.log.read()[-1]
     assert (accepted.type, accepted.body.reason) == ("move-accepted", "bigger is better")
@@ -116,7 +116,7 @@ def test_a_move_out_of_a_thousand_places_is_asked_for_and_judged(new_world, brou
         because={"reason": "bigger", "numbers": numbers, "check": long.to_dict()},
     )
     asked = world.log.read()[-1].body
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
 
     name = Allocation(LARGE).name
     assert asked.numbers == {**numbers, "moving": {name: moving[name]}}
@@ -141,7 +141,7 @@ def test_only_recommending_records_every_number_and_asks_nobody(new_world, broug
         actor=None,
     )
 
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
 
     assert (check.decision.action, check.decision.target) == ("recommend", Allocation(LARGE))
     assert world.log.read()[-1].type == "move-refused"
@@ -158,7 +158,7 @@ def test_growing_takes_only_what_is_free_when_it_is_validated(new_world, free, e
     world.backend.free = {} if free is None else {SMALL.name: free}
     world.ask_move(target=Allocation(SMALL, 3))
 
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
 
     answer = next(item for item in world.log.read() if item.type in ("move-accepted", "move-refused"))
     assert answer.type == event
@@ -174,7 +174,7 @@ def test_no_training_is_stopped_for_a_place_without_room(new_world, free, event)
     world.backend.free = {LARGE.name: free}
     world.ask_move(target=Allocation(LARGE))
 
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
 
     answer = next(item for item in world.log.read() if item.type in ("move-accepted", "move-refused"))
     assert answer.type == event

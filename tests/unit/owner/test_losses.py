@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.owner import losses
+from envscaler_airflow.owner import limits
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState, Event, RunState
@@ -62,14 +62,14 @@ def test_losses_are_counted_over_node_hours_on_spot(attempts, seen):
     """In addition to ten hours at the fitted rate; on-demand and other outcomes do not count."""
     lost, hours = seen
 
-    got = losses.losses_per_hour(run_of(*attempts), now=0.0)
+    got = limits.losses_per_hour(run_of(*attempts), now=0.0)
 
     assert got == pytest.approx((lost + 10 * PRIOR) / (hours + 10))
 
 
 def test_only_spot_is_interrupted():
     """On-demand is not interrupted, as far as is known."""
-    assert losses.interruptions((DEMAND, SPOT), 0.2) == {SPOT.name: 0.2}
+    assert limits.interruptions((DEMAND, SPOT), 0.2) == {SPOT.name: 0.2}
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_only_spot_is_interrupted():
 )
 def test_a_checkpoint_costs_what_training_stood_still(ended, save_s):
     """60 s over four saves; the last one's whole time where only that is known."""
-    assert losses.save_s_of(AttemptEnded(generation=1, attempt=1, outcome="lost", **ended)) == save_s
+    assert limits.save_s_of(AttemptEnded(generation=1, attempt=1, outcome="lost", **ended)) == save_s
 
 
 def test_the_interval_is_daly_s():
     """36 s for a save, and the rate after ten hours with a loss: about 27 minutes between two."""
     state = run_of(lived(10, checkpoint_s=36.0))
-    per_hour = losses.losses_per_hour(state, now=0.0)
+    per_hour = limits.losses_per_hour(state, now=0.0)
 
-    got = losses.checkpoint_every_s(stage(), state, Allocation(SPOT), now=0.0)
+    got = limits.checkpoint_every_s(stage(), state, Allocation(SPOT), now=0.0)
 
     assert got == checkpoint_interval_s(36.0, per_hour)
     assert 1000 < got < 3600
@@ -102,18 +102,18 @@ def test_a_higher_price_than_before_shortens_it():
     state = run_of(lived(10, checkpoint_s=36.0))
     dear = Allocation(replace(SPOT, usd_per_hour=2.0))
 
-    calm = losses.checkpoint_every_s(stage(), state, Allocation(SPOT), now=0.0)
+    calm = limits.checkpoint_every_s(stage(), state, Allocation(SPOT), now=0.0)
 
-    assert losses.checkpoint_every_s(stage(), state, dear, now=0.0) < calm
+    assert limits.checkpoint_every_s(stage(), state, dear, now=0.0) < calm
 
 
 def test_more_nodes_are_lost_more_often():
     """Any one of eight ends the attempt."""
     state = run_of(lived(10, checkpoint_s=36.0))
 
-    one = losses.checkpoint_every_s(stage(), state, Allocation(SPOT), now=0.0)
+    one = limits.checkpoint_every_s(stage(), state, Allocation(SPOT), now=0.0)
 
-    assert losses.checkpoint_every_s(stage(), state, Allocation(SPOT, 8), now=0.0) < one
+    assert limits.checkpoint_every_s(stage(), state, Allocation(SPOT, 8), now=0.0) < one
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def test_the_spec_is_never_asked_for_less(every, allocation, ended, got):
     """
     state = run_of(lived(10, **ended))
 
-    assert losses.checkpoint_every_s(stage(every), state, allocation, now=0.0) == got
+    assert limits.checkpoint_every_s(stage(every), state, allocation, now=0.0) == got
 
 
 def test_the_next_machine_is_told_how_often_to_save(new_world):
     """After a loss on spot: event and control have the interval with its rate (feature C3)."""
     world = new_world((DEMAND, SPOT), spec=SPEC)
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     first = world.control().checkpoint_every_s
     world.say(checkpoint=world.save(10), checkpoint_s=36.0)

@@ -32,7 +32,7 @@ checkpoint: {every: 10m}
 
 def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
     """$0.05 an hour, $0.05 in all: a check of 30 s, a save of 20 and a drain of 30 fit (A6) (feature G2)."""
-    owner = world.controller(budget_usd=0.05)
+    owner = world.owner(budget_usd=0.05)
     watch = world.watch(owner.enter())
     world.say(checkpoint_s=20.0)
     before = [watch.poll()]
@@ -51,7 +51,7 @@ def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
 def test_a_cloud_that_bills_whole_minutes_is_drained_by_those(new_world):
     """3,421 s on Lambda are 58 minutes; a check, a save, a drain and one more minute make an hour."""
     world = new_world((replace(cpu_offer(1, usd_per_hour=0.05), cloud="lambda"),))
-    owner = world.controller(budget_usd=0.05)
+    owner = world.owner(budget_usd=0.05)
     watch = world.watch(owner.enter())
     world.say(checkpoint_s=20.0)
     world.clock.advance(3419)
@@ -68,7 +68,7 @@ def test_a_cloud_that_bills_whole_minutes_is_drained_by_those(new_world):
 def test_a_run_is_reported_and_counted_as_its_cloud_bills(new_world):
     """61 s on Lambda at $1 an hour: two minutes, while it runs, in the report, and for its intent alone."""
     world = new_world((replace(cpu_offer(1, usd_per_hour=1.0), cloud="lambda"),))
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say()
     world.clock.advance(61)
@@ -84,7 +84,7 @@ def test_a_run_is_reported_and_counted_as_its_cloud_bills(new_world):
 
 def test_what_earlier_attempts_cost_is_gone_from_the_budget(world):
     """Half an hour on the first machine leaves half an hour for the second."""
-    owner = world.controller(budget_usd=0.05)
+    owner = world.owner(budget_usd=0.05)
     owner.enter()
     world.say(checkpoint=world.save(10))
     world.clock.advance(1800)
@@ -102,7 +102,7 @@ def test_what_earlier_attempts_cost_is_gone_from_the_budget(world):
 
 def test_a_triggerer_that_restarts_does_not_begin_the_bill_anew(world):
     """The watch is restored from serialized arguments after 50 minutes; ten more and the budget is spent."""
-    waiting = world.controller(budget_usd=0.05).enter()
+    waiting = world.owner(budget_usd=0.05).enter()
     world.say()
     world.clock.advance(3000)
     waiting = type(waiting)(Watching.from_dict(waiting.watching.to_dict()), waiting.reason)
@@ -116,7 +116,7 @@ def test_a_triggerer_that_restarts_does_not_begin_the_bill_anew(world):
 
 def test_a_bill_that_cannot_be_read_still_ends(world):
     """The backend does not report the usage: the watcher's own hour counts."""
-    watch = world.watch(world.controller(budget_usd=0.05).enter())
+    watch = world.watch(world.owner(budget_usd=0.05).enter())
     for _ in range(2):
         world.backend.fail_next("usage", BackendError("down", transient=True))
     world.clock.advance(3529)
@@ -129,7 +129,7 @@ def test_a_bill_that_cannot_be_read_still_ends(world):
 
 def test_an_end_whose_bill_is_unknown_counts_at_most_its_time_and_never_nothing(world):
     """An hour for $0.05 without usage data: the report says unknown, the budget of $0.05 is spent."""
-    owner = world.controller(budget_usd=0.05)
+    owner = world.owner(budget_usd=0.05)
     owner.enter()
     world.say(checkpoint=world.save(10))
     world.clock.advance(3600)
@@ -157,14 +157,14 @@ def test_a_machine_ends_by_itself_soon_after_its_money(world, monkeypatch, budge
         return submit(request)
 
     monkeypatch.setattr(world.backend, "submit", noted)
-    world.controller(budget_usd=budget_usd).enter()
+    world.owner(budget_usd=budget_usd).enter()
 
     assert deadlines == [deadline_s]
 
 
 def test_without_a_budget_nobody_asks_for_the_bill(world):
     """It saves one call to the provider per check."""
-    watch = world.watch(world.controller().enter())
+    watch = world.watch(world.owner().enter())
     world.say()
     world.clock.advance(10_000)
     world.backend.calls.clear()
@@ -177,7 +177,7 @@ def test_without_a_budget_nobody_asks_for_the_bill(world):
 def test_a_refusal_for_good_ends_the_run_after_five(new_world):
     """Forbidden is not out of stock: waiting does not help, so the retries end."""
     world = new_world((cpu_offer(1),))
-    owner = world.controller()
+    owner = world.owner()
     for _ in range(5):
         world.backend.fail_next("submit", BackendError("forbidden", status=403))
 
@@ -192,7 +192,7 @@ def test_a_refusal_for_good_ends_the_run_after_five(new_world):
 
 def test_many_looks_at_a_running_attempt_add_no_event(world):
     """Events contain only changes of state."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say()
     before = world.state.number
@@ -229,7 +229,7 @@ def test_what_an_attempt_measured_of_itself_counts_for_its_drain():
 
 def test_a_trigger_that_looks_seldom_drains_earlier_and_the_owner_agrees(world):
     """Checks five minutes apart: the wake carries the interval, and the owner acts on it (A6)."""
-    owner = world.controller(budget_usd=0.05)
+    owner = world.owner(budget_usd=0.05)
     waiting = owner.enter()
     watch = AttemptWatcher(
         run=Run(world.store, world.prefix, clock=world.clock.time),
@@ -259,7 +259,7 @@ def test_an_owner_whose_own_clock_is_an_hour_off_stops_nothing_and_everything_in
     world = new_world()
     world.clock = SimpleNamespace(time=None, monotonic=time.monotonic)
     world.backend.clock = machines
-    owner = world.controller(budget_usd=0.05)
+    owner = world.owner(budget_usd=0.05)
     owner.enter()
     world.say()
     machines.advance(1800)
@@ -288,7 +288,7 @@ def test_a_machine_whose_clock_is_an_hour_off_is_neither_lost_nor_billed_wrong(w
     """Half an hour at $0.05 is $0.025 while it runs and after its end, within the budget of $0.03."""
     theirs = ManualClock(time=world.clock.time() + off_s)
     world.backend.clock = theirs
-    owner = world.controller(budget_usd=0.03)
+    owner = world.owner(budget_usd=0.03)
     waiting = owner.enter()
     watch = world.watch(waiting)
     world.say()
@@ -311,10 +311,10 @@ def test_a_machine_whose_clock_is_an_hour_off_is_neither_lost_nor_billed_wrong(w
 def test_a_budget_that_comes_later_buys_no_attempt_of_unknown_price(new_world, caplog):
     """Cleared with a budget: the attempt continues with a warning about the budget; no new one starts."""
     world = new_world((replace(cpu_offer(1), usd_per_hour=None),))
-    world.controller().enter()
+    world.owner().enter()
     world.say(checkpoint=world.save(10))
     world.clock.advance(60)
-    owner = world.controller(budget_usd=5.0)
+    owner = world.owner(budget_usd=5.0)
     owner.enter()
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     world.clock.advance(3600)
@@ -331,10 +331,10 @@ def test_a_budget_that_comes_later_buys_no_attempt_of_unknown_price(new_world, c
 def test_what_ran_beside_a_node_that_never_came_again_is_not_free(new_world):
     """Ten hours of node 0, whose Job a user deleted while node 1 was refused: its times are lost."""
     world = new_world(spec=SPEC_OF_TWO)
-    world.controller().enter()
+    world.owner().enter()
     began = world.clock.time()
     price = world.state.live.allocation.usd_per_hour
-    owner = world.controller(budget_usd=1000.0)
+    owner = world.owner(budget_usd=1000.0)
     owner.enter()
     world.clock.advance(36000)
     world.backend.set_state(world.handle, "lost", node=0, reason="lost")

@@ -34,7 +34,7 @@ def world(new_world):
 
 def started(world):
     """An owner with a running attempt of two nodes."""
-    owner = world.controller(value_of_hour=0.0)
+    owner = world.owner(value_of_hour=0.0)
     owner.enter()
     for node in range(2):
         world.say(node=node, elapsed_s=60.0)

@@ -19,7 +19,7 @@ from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 def started(world):
     """An owner with a running attempt."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(elapsed_s=60.0)
     return owner

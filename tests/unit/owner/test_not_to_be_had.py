@@ -11,7 +11,7 @@ from envscaler_agent.ending import Ask, due_signal
 from envscaler_agent.ending import Facts as AgentFacts
 from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_airflow.errors import BudgetError, RunFailedError
-from envscaler_airflow.owner import choose, limits
+from envscaler_airflow.owner import choose, limits, start
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Stage, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -50,7 +50,7 @@ def never_came(world, *nodes):
 
 def test_nodes_that_do_not_come_lead_to_the_next_offer_and_are_remembered(world):
     """No spot capacity: the owner releases the machine, tells other runs, tries on-demand (feature B6)."""
-    owner = world.controller()
+    owner = world.owner()
     waiting = owner.enter()
     first = world.state.live.allocation
     never_came(world, 0, 1)
@@ -75,7 +75,7 @@ def test_nodes_that_do_not_come_lead_to_the_next_offer_and_are_remembered(world)
 def test_of_a_fleet_only_the_part_that_did_not_come_is_passed_over(world):
     """Node 1 was requested on spot: on-demand is still available."""
     fleet = Allocation(GPU, 2, rest=SPOT, rest_nodes=1)
-    world.controller().enter()
+    world.owner().enter()
     live = replace(world.state.live, allocation=fleet)
 
     assert choose.refused_by(live, (1,)) == (SPOT,)
@@ -84,10 +84,10 @@ def test_of_a_fleet_only_the_part_that_did_not_come_is_passed_over(world):
 
 def test_what_was_had_is_no_longer_sold_out(world):
     """An attempt that ran and was lost shows that its offer is available."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     choose_now = world.clock.time()
-    owner._remember([SPOT], FULL)
+    start.remember_refused(owner.owned, [SPOT], FULL)
     before = len(stockouts(world.store, now=choose_now))
     world.say()
     world.backend.lose(world.handle)
@@ -107,7 +107,7 @@ def test_what_was_had_is_no_longer_sold_out(world):
 )
 def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
     """An hour after the start, when a node is recreated: no other attempt, and the reason is reported."""
-    owner = world.controller()
+    owner = world.owner()
     waiting = owner.enter()
     world.clock.advance(3600)
     world.backend.set_state(world.handle, "pending", reason="image", detail=detail)
@@ -122,7 +122,7 @@ def test_an_image_that_never_can_be_had_fails_the_run_also_late(world, detail):
 
 def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world):
     """Node 1 was lost and is being recreated, but the image's tag is gone: node 0 saves its work."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(step=10)
     world.backend.set_state(
@@ -150,7 +150,7 @@ def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world)
 
 def test_what_trains_saves_before_it_makes_room_for_the_next_attempt(world):
     """Node 1 was lost and there is no capacity to recreate it: node 0, elastic, trained on without it."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(step=50)
     never_came(world, 1)
@@ -171,7 +171,7 @@ def test_what_trains_saves_before_it_makes_room_for_the_next_attempt(world):
 
 def test_what_only_waits_for_others_is_given_back_at_once(world):
     """It made no step: node 0 alone, of two that start together."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(step=0)
     never_came(world, 1)
@@ -183,7 +183,7 @@ def test_what_only_waits_for_others_is_given_back_at_once(world):
 
 def test_what_trains_and_does_not_go_is_killed_when_its_time_is_over(world):
     """As any attempt that is asked to stop: no one pays for longer than that."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(step=10)
     world.backend.set_state(world.handle, "pending", node=1, reason="image", detail="not found")
@@ -212,7 +212,7 @@ def test_what_trains_and_does_not_go_is_killed_when_its_time_is_over(world):
 )
 def test_what_may_come_is_waited_for(world, reason, detail):
     """Registries, quotas, nodes, queues and secrets come back."""
-    owner = world.controller()
+    owner = world.owner()
     waiting = owner.enter()
     world.backend.set_state(world.handle, "pending", reason=reason, detail=detail)
 
@@ -226,7 +226,7 @@ def test_an_attempt_has_twice_its_checkpoint_to_go(world):
     asked = []
     submit = world.backend.submit
     world.backend.submit = lambda request: asked.append(request.grace_s) or submit(request)
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(checkpoint=world.save(10), checkpoint_s=90.0)
     world.backend.lose(world.handle)
@@ -240,7 +240,7 @@ def test_an_attempt_has_twice_its_checkpoint_to_go(world):
 @pytest.mark.parametrize("align", ["step", "now"])
 def test_steps_that_take_long_are_awaited_by_whoever_asks_to_go(world, align):
     """Ranks on several nodes see a request at every tenth step: of 40 s each, beyond 30 s and a minute."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(step_time_s=40.0)
     if align == "now":
@@ -263,7 +263,7 @@ def test_steps_that_take_long_are_awaited_by_whoever_asks_to_go(world, align):
 
 def test_steps_that_no_longer_come_are_not_awaited(world):
     """A training that stalled gets the shortest grace, however long its steps took."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(step_time_s=40.0, health="stalled")
 
@@ -327,7 +327,7 @@ def test_a_claim_holds_a_stage_to_its_zone(new_world):
     here, there = replace(GPU, zone="z-b"), replace(SPOT, zone="z-a")
     claim = "volumes: [{name: data, source: pvc://data, mount_path: /d, region: r, zone: z-b}]\n"
     world = new_world((here, there), spec=SPEC + claim)
-    world.controller().enter()
+    world.owner().enter()
 
     made = json.loads(world.store.read(f"{world.prefix}/plan.json"))
 
@@ -336,7 +336,7 @@ def test_a_claim_holds_a_stage_to_its_zone(new_world):
         [{"need": "data", "reason": "data can be used in r/z-b alone", "shortfall": 1.0}]
     ]
     assert {one["offer"]["zone"] for one in made["targets"]} == {"z-b"}
-    assert choose.fits(world.controller()._stage.spec, Allocation(there, 2), (here, there)) == (
+    assert choose.fits(world.owner().owned.stage.spec, Allocation(there, 2), (here, there)) == (
         "data can be used in r/z-b alone"
     )
 
@@ -351,7 +351,7 @@ def test_gpus_that_the_packages_have_no_kernels_for_are_passed_over(new_world):
     world = new_world(
         (b200, h100, unheard_of), spec=SPEC + "runtimes: [{type: python, packages: [torch==2.1.0+cu118]}]\n"
     )
-    world.controller().enter()
+    world.owner().enter()
 
     made = json.loads(world.store.read(f"{world.prefix}/plan.json"))
 
@@ -361,7 +361,7 @@ def test_gpus_that_the_packages_have_no_kernels_for_are_passed_over(new_world):
     ] == [("B200", "cuda")]
     assert "CUDA 11.8 has no kernels for B200" in made["rejected"][0]["misfits"][0]["reason"]
     assert {one["offer"]["gpu_name"] for one in made["targets"]} == {"H100", "GPU"}
-    refused = choose.fits(world.controller()._stage.spec, Allocation(b200, 2), (b200, h100))
+    refused = choose.fits(world.owner().owned.stage.spec, Allocation(b200, 2), (b200, h100))
     assert "CUDA 11.8 has no kernels for B200" in refused
 
 
@@ -378,14 +378,14 @@ def test_packages_that_are_not_known_or_not_used_exclude_no_gpu(new_world, cloud
     b200 = replace(GPU, cloud=cloud, gpu_name="B200", gpu_memory_gb=180)
     world = new_world((b200,), spec=SPEC + f"runtimes: [{runtime}]\n", backend=ElasticBackend)
 
-    world.controller().enter()
+    world.owner().enter()
 
     assert world.state.live.allocation == Allocation(b200, 2)
 
 
 def test_a_killed_task_leaves_its_training_as_long_as_a_checkpoint_takes(world):
     """Marked or deleted in Airflow: a save of 90 s has 180 s, for the training and for the machine."""
-    world.controller().enter()
+    world.owner().enter()
     world.say(checkpoint=world.save(10), checkpoint_s=90.0)
     stopped = []
     world.backend.stop = lambda _handle, *, grace_s: stopped.append(grace_s)

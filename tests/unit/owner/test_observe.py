@@ -7,8 +7,8 @@ import pytest
 from envscaler_agent.protocol import Ended, Progress, Status, claim_name, status_name
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.owner.act import Controller
 from envscaler_airflow.owner.observe import ScalingWatcher
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import Actor
 from envscaler_airflow.store.base import check_store, open_store
@@ -45,7 +45,7 @@ class Scene:
         check_store(self.store)
         self.backend = ScriptedBackend(clock=self.clock)
         stage = Stage(spec=load_spec(tmp_path / "train.yaml"), spec_source="train.yaml")
-        self.owner = Controller(
+        self.owner = Owner(
             run=Run(self.store, KEY, clock=self.clock.time),
             backend=self.backend,
             actor=Actor("ti-1"),

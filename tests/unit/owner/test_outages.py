@@ -15,7 +15,7 @@ AWAY = [BackendError("the API server does not answer", transient=True), NoOfferE
 @pytest.fixture(params=AWAY, ids=["away", "forbidden"])
 def owner(world, monkeypatch, request):
     """The owner of a running attempt; from now on the backend cannot list offers."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(checkpoint=world.save(10))
 

@@ -22,7 +22,7 @@ class Mending(ScriptedBackend):
 def test_a_part_that_is_unneeded_wakes_the_owner_who_ends_it(new_world):
     """Once: a node that is being ended wakes no owner."""
     world = new_world(backend=Mending)
-    owner = world.controller()
+    owner = world.owner()
     waiting = owner.enter()
     world.say()
     world.backend.set_state(world.handle, "running", reason="unneeded")

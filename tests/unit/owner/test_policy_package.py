@@ -95,7 +95,7 @@ def package(tmp_path, monkeypatch):
 def world(package, new_world):
     """A run under that policy, whose training runs on one node."""
     made = new_world((NODE,), spec=SPEC, backend=ElasticBackend)
-    made.controller(value_of_hour=0.0).enter()
+    made.owner(value_of_hour=0.0).enter()
     return made
 
 
@@ -187,7 +187,7 @@ def test_the_owner_accepts_by_the_recorded_metric(world):
         because={name: event[name] for name in ("reason", "numbers", "check")},
     )
 
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
 
     answer = next(item for item in world.log.read() if item.type in ("move-accepted", "move-refused"))
     assert (answer.type, answer.body.reason) == ("move-accepted", "150 requests wait")
@@ -221,8 +221,8 @@ def started(new_world, monkeypatch, policy, **more):
     """Start a run under *policy*, registered as ``theirs``, whose first attempt runs on demand."""
     bring(monkeypatch, theirs=lambda: policy)
     made = new_world((LARGE, LARGER, SPOT), spec=THEIRS, backend=ElasticBackend)
-    owner = made.controller(value_of_hour=0.0)
-    owner._stage = replace(owner._stage, **more)
+    owner = made.owner(value_of_hour=0.0)
+    owner.owned.stage = replace(owner.owned.stage, **more)
     owner.enter()
     return made
 
@@ -277,7 +277,7 @@ def test_it_changes_in_place_where_it_says_so(new_world, monkeypatch, as_before)
     world.say(elapsed_s=60.0)
     world.ask_move(target=Allocation(LARGER))
 
-    world.controller(value_of_hour=0.0).enter()
+    world.owner(value_of_hour=0.0).enter()
 
     assert world.log.read()[-1].type == "changed"
     assert world.state.live.number == 1

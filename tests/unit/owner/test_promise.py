@@ -13,7 +13,7 @@ def _saved_by(world, attempt, step):
 
 def test_the_older_attempt_is_held_before_its_checkpoints_are_listed(world, monkeypatch):
     """What it completes until it sees the fence is promised; the intent carries no list (A5)."""
-    controller = world.controller()
+    controller = world.owner()
     controller.enter()
     early = world.save(40)
     create, seen = world.store.create, []
@@ -38,7 +38,7 @@ def test_the_older_attempt_is_held_before_its_checkpoints_are_listed(world, monk
 
 def test_an_execution_that_follows_lists_anew_until_the_attempt_is_started(world, monkeypatch):
     """The worker dies before it records the start; by then the older attempt had completed more (A5)."""
-    controller = world.controller()
+    controller = world.owner()
     controller.enter()
     world.save(40)
     world.backend.lose(world.handle)

@@ -58,7 +58,7 @@ def full(new_world, monkeypatch):
 def test_a_full_cluster_is_asked_less_and_less(full):
     """Half an hour of checks every 30 s: some requests, but not 60."""
     world = full
-    owner = world.controller(value_of_hour=0.0)
+    owner = world.owner(value_of_hour=0.0)
     owner.enter()
     for look in range(60):
         world.say(step=10 + look, elapsed_s=30.0 * look + 30)

@@ -27,14 +27,14 @@ def types(world):
 
 def test_a_release_that_failed_is_repeated_by_the_next_execution(world):
     """The machine was lost and its Job remains: the second try releases it (A8)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.backend.lose(world.handle)
     world.backend.fail_next("release", AWAY)
     owner.resume(Wake("status"))
     failed = world.state.attempts[0].unreleased
 
-    world.controller().enter()
+    world.owner().enter()
 
     assert failed == "the API server does not answer"
     assert world.state.attempts[0].unreleased == ""
@@ -45,7 +45,7 @@ def test_a_release_that_failed_is_repeated_by_the_next_execution(world):
 
 def test_it_is_repeated_while_the_next_attempt_runs_and_after_its_end(world):
     """Four failures in four executions, one event; the watch wakes the owner for it (A8)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.say(checkpoint=world.save(10))
     world.backend.lose(world.handle)
@@ -69,7 +69,7 @@ def test_it_is_repeated_while_the_next_attempt_runs_and_after_its_end(world):
 
 def test_a_result_waits_a_moment_for_its_machines_and_not_for_ever(world):
     """Delivered once they are released, or after ten minutes (A8)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.succeed()
     world.backend.fail_next("release", AWAY)
@@ -86,7 +86,7 @@ def test_a_result_waits_a_moment_for_its_machines_and_not_for_ever(world):
 
 def test_a_result_is_delivered_though_its_machines_are_never_given_back(world):
     """Ten minutes without an API server; at once where it refuses for good (A8)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.succeed()
     world.backend.fail_next("release", AWAY)
@@ -99,7 +99,7 @@ def test_a_result_is_delivered_though_its_machines_are_never_given_back(world):
 
 def test_what_is_refused_for_good_holds_no_result(world):
     """``envscaler reap`` removes it (A8)."""
-    owner = world.controller()
+    owner = world.owner()
     owner.enter()
     world.succeed()
     world.backend.fail_next("release", REFUSED)
@@ -111,7 +111,7 @@ def test_what_is_refused_for_good_holds_no_result(world):
 @pytest.fixture
 def zombie(world):
     """A run whose first machine was declared lost after an hour without contact, and keeps running."""
-    owner = world.controller(budget_usd=10.0)
+    owner = world.owner(budget_usd=10.0)
     owner.enter()
     world.say(checkpoint=world.save(10))
     world.clock.advance(3600)

@@ -32,7 +32,7 @@ def said(world, claim, *, start, step, elapsed_s, ended=None):
 
 def test_the_first_pods_work_is_work_and_what_was_made_again_is_lost(world):
     """60 of 100 steps, evicted, again from 0: 60 steps lost, and nothing of the first hour is idle (D5)."""
-    world.controller().enter()
+    world.owner().enter()
     attempt = world.state.live
     said(world, 1, start=0, step=60, elapsed_s=3601.0)
     said(world, 2, start=0, step=100, elapsed_s=6001.0, ended=Ended(exit_code=0, reason="succeeded"))
@@ -44,7 +44,7 @@ def test_the_first_pods_work_is_work_and_what_was_made_again_is_lost(world):
 
 def test_a_replacement_that_resumed_repeats_what_was_not_saved(world):
     """Evicted at step 60, resumed from 50: ten steps again; the attempt began at 0 (D5)."""
-    world.controller().enter()
+    world.owner().enter()
     said(world, 1, start=0, step=60, elapsed_s=3601.0)
     said(world, 2, start=50, step=100, elapsed_s=3001.0)
 
@@ -55,7 +55,7 @@ def test_a_replacement_that_resumed_repeats_what_was_not_saved(world):
 
 def test_the_bill_counts_steps_that_were_made_twice(world):
     """An hour, a gap of a minute, and 1,700 s: 160 steps made, 60 lost, 70 s idle in all (D5)."""
-    world.controller().enter()
+    world.owner().enter()
     ended = {
         "outcome": "succeeded",
         "start_step": 0,
@@ -83,7 +83,7 @@ def test_the_bill_counts_steps_that_were_made_twice(world):
 
 def test_an_attempt_with_one_pod_has_nothing_before_it(world):
     """Unchanged from before."""
-    world.controller().enter()
+    world.owner().enter()
     said(world, 1, start=0, step=60, elapsed_s=3601.0)
 
     found = report.measured(Run(world.store, world.prefix), world.state.live)

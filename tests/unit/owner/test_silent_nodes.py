@@ -33,7 +33,7 @@ class Mending(ScriptedBackend):
 def silent(new_world):
     """A run whose node no longer reports to the cluster, and its owner."""
     world = new_world(backend=Mending)
-    owner = world.controller()
+    owner = world.owner()
     waiting = owner.enter()
     world.say()
     world.backend.set_state(world.handle, "lost", reason=SILENT, detail="node-0 does not answer")
@@ -107,7 +107,7 @@ def test_time_without_the_store_is_no_age(silent, monkeypatch):
 
 def test_a_pod_that_is_gone_is_lost_at_once(world):
     """Deleted by force, or evicted: the backend knows, and needs no age (D1)."""
-    waiting = world.controller().enter()
+    waiting = world.owner().enter()
     world.say()
     world.backend.set_state(world.handle, "lost", reason="lost")
 
@@ -120,7 +120,7 @@ def test_a_store_without_exclusive_create_takes_no_nodes_that_are_replaced(new_w
     world.store.create_is_atomic = False
 
     with pytest.raises(SpecError, match="two writers can both create one name there"):
-        world.controller().enter()
+        world.owner().enter()
 
     assert world.state.attempts == ()
 
@@ -129,6 +129,6 @@ def test_one_node_that_nothing_replaces_needs_no_exclusive_create(world):
     """The local backend on a store without exclusive create: as before (D1)."""
     world.store.create_is_atomic = False
 
-    world.controller().enter()
+    world.owner().enter()
 
     assert world.state.live.phase == "started"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.owner import intent
+from envscaler_airflow.owner import start
 from envscaler_airflow.sidecar.setup import _first_control
 from envscaler_airflow.sidecar.uploads import Checkpoints, Outputs
 from envscaler_airflow.store.checkpoints import complete_checkpoints, looks_good
@@ -134,9 +134,9 @@ def old_sidecar(root, keep):
 def owner(store):
     """Prepare attempt 2 as its owner does."""
     control = Control()
-    intent.hold(store, control, generation=1, attempt=2)
-    found = intent.list_candidates(store, generation=1, attempt=2)
-    intent.promise(store, control, found, generation=1, attempt=2)
+    start.fence_older(store, control, generation=1, attempt=2)
+    found = start.list_candidates(store, generation=1, attempt=2)
+    start.write_candidates(store, control, found, generation=1, attempt=2)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
     path.write_text("weights")
     bench = make_bench(attempt=1, layout={"outputs": {"model": str(path)}})
     bench.owner_asks(candidates=())
-    intent.hold(store, Control(), generation=1, attempt=2)
+    start.fence_older(store, Control(), generation=1, attempt=2)
     name = "g1-step-00000300-a1"
     bench.session_saves(name, step=300)
     checkpoints, outputs = Checkpoints(bench.context, 3), Outputs(bench.context)
@@ -192,7 +192,7 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
     assert "the owner prepares a later attempt" in bench.context.messages.text()
 
     bench.clock.now += 60
-    intent.promise(store, Control(), (), generation=1, attempt=2)
+    start.write_candidates(store, Control(), (), generation=1, attempt=2)
     assert checkpoints.step()
     assert outputs.step()
     assert complete_checkpoints(store, 1) == ()
@@ -202,12 +202,12 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
 def test_a_start_waits_until_the_owner_has_listed(bench, store):
     """On hold the sidecar restores nothing; later it uses the candidates of the run (A5)."""
     known = "g1-step-00000100-a1"
-    intent.hold(store, Control(), generation=1, attempt=2)
+    start.fence_older(store, Control(), generation=1, attempt=2)
     said = []
 
     def wait(_seconds):
         said.append(bench.context.messages.text())
-        intent.promise(store, Control(), (known,), generation=1, attempt=2)
+        start.write_candidates(store, Control(), (known,), generation=1, attempt=2)
 
     bench.context.ending.wait = wait
 
@@ -217,20 +217,20 @@ def test_a_start_waits_until_the_owner_has_listed(bench, store):
 
 def test_a_stop_that_came_first_stands_and_keeps_what_was_allowed(store):
     """A stop between the hold and the list is not revoked, and the next attempt still finds its past (A5)."""
-    intent.hold(store, Control(), generation=1, attempt=2)
+    start.fence_older(store, Control(), generation=1, attempt=2)
     store.write(control_name(1, 2), Control(sequence=9, action="leave").to_json())
 
-    intent.promise(store, Control(), ("g1-step-00000100-a1",), generation=1, attempt=2)
+    start.write_candidates(store, Control(), ("g1-step-00000100-a1",), generation=1, attempt=2)
 
     control = Control.from_json(store.read(control_name(1, 2)), where="t")
     assert (control.action, control.sequence, control.candidates) == ("leave", 9, ("g1-step-00000100-a1",))
-    assert intent.list_candidates(store, generation=1, attempt=3) == ("g1-step-00000100-a1",)
+    assert start.list_candidates(store, generation=1, attempt=3) == ("g1-step-00000100-a1",)
 
 
 def test_an_attempt_without_a_list_does_not_end_the_past(bench, store):
     """The owner died after its hold for attempt 2: attempt 3 may resume from attempt 1's checkpoints (A5)."""
     made = bench.in_store("g1-step-00000200-a1")
     store.write(control_name(1, 1), Control(candidates=()).to_json())
-    intent.hold(store, Control(), generation=1, attempt=2)
+    start.fence_older(store, Control(), generation=1, attempt=2)
 
-    assert intent.list_candidates(store, generation=1, attempt=3) == (made,)
+    assert start.list_candidates(store, generation=1, attempt=3) == (made,)

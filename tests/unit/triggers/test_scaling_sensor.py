@@ -27,7 +27,7 @@ from envscaler_agent.protocol import Progress, Status, status_name
 from envscaler_airflow import EnvStageOperator, ScalingSensor
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError, StoreError
-from envscaler_airflow.owner.act import Controller
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
@@ -74,7 +74,7 @@ class World:
 
     def begin(self, map_index=-1, *, deadline_s=None):
         """Start the run's first attempt."""
-        controller = Controller(
+        controller = Owner(
             run=Run(self.store, RunKey("unit", "dag", "run", "train", map_index), clock=self.clock.time),
             backend=self.backend,
             actor=Actor("ti-1", 1, 3),

@@ -1,4 +1,4 @@
-"""Check a requested move against current facts, before the owner accepts it."""
+"""Answer a requested move, after a check against current facts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from typing import Any
 from envscaler_airflow.backends.base import Backend, CountsFree
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, NoOfferError
-from envscaler_airflow.owner import choose
+from envscaler_airflow.owner import choose, drain, in_place_change
 from envscaler_airflow.owner.observe import ScalingWatcher
+from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.planning import Allocation
-from envscaler_airflow.run import AttemptState, Request, RunState
-from envscaler_airflow.run.event_bodies import MoveRequested
+from envscaler_airflow.run import Action, AttemptState, Request, RunState
+from envscaler_airflow.run.event_bodies import (
+    ChangeIntended,
+    MoveAccepted,
+    MoveDeferred,
+    MoveRefused,
+    MoveRequested,
+)
 from envscaler_airflow.scaling import Check, Observation, validate
 from envscaler_airflow.store.run import Run
 
@@ -28,7 +35,43 @@ class Verdict:
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
-def judge(
+def answer(owned: OwnedRun, state: RunState, action: Action) -> RunState:
+    """Accept or refuse a requested move, after a check against current facts."""
+    if action.request is None:
+        raise RuntimeError("nothing to judge")
+    live, spec = live_of(state), owned.spec(state)
+    verdict = _judge(owned.run, state, spec, owned.backend, action.request)
+    answer: dict[str, Any] = {
+        "request": action.request.number,
+        "reason": verdict.reason,
+        "numbers": verdict.numbers,
+    }
+    if verdict.target is None:
+        return owned.append(state, MoveRefused(**answer))
+    way = in_place_change.way_of(spec, live, verdict.target, owned.backend)
+    leaving = in_place_change.nodes_to_remove(owned, live, verdict.target)
+    is_last = in_place_change.are_last(leaving, live, verdict.target)
+    if way == "rescale" and (not is_last or in_place_change.has_session(owned, live)):
+        way = "move"  # only the last nodes can be removed without restarting the rest
+    answer |= {"generation": live.generation, "attempt": live.number}
+    answer |= {"target": verdict.target, "leaving": leaving or None}
+    if way == "next-start":
+        return owned.append(state, MoveDeferred(**answer, kind=way))
+    if way != "move":
+        return owned.append(state, ChangeIntended(**answer, kind=way))
+    stopping = drain.stop_event(owned, state, replace(action, why="move"), spec.checkpoint_align)
+    accepted = MoveAccepted(**answer, align=stopping.align, grace_s=stopping.grace_s)
+    return drain.record_stop(owned, state, accepted)
+
+
+def refuse(owned: OwnedRun, state: RunState, action: Action) -> RunState:
+    """Refuse a request without a check."""
+    if action.request is None:
+        raise RuntimeError("nothing to refuse")
+    return owned.append(state, MoveRefused(request=action.request.number, reason=action.reason))
+
+
+def _judge(
     run: Run,
     state: RunState,
     spec: EnvSpec,
