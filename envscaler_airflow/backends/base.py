@@ -227,10 +227,10 @@ class HasAddress(Protocol):
 
 
 @runtime_checkable
-class MendsNodes(Protocol):
+class ReplacesNodes(Protocol):
     """A backend that can replace lost nodes of a running attempt."""
 
-    def mend(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
+    def replace_nodes(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
         """Delete lost nodes so that the backend replaces them; returns their names. Only the owner calls it.
 
         *quiet_s* is how long each node's status in the store has not changed, by a watcher's clock. A node

@@ -146,13 +146,13 @@ def is_gpu_resource(name: str) -> bool:
     return _RESOURCE.match(name) is not None
 
 
-def slice_name(resource: str) -> str:
+def unit_name(resource: str) -> str:
     """The resource without its vendor: ``gpu``, ``gpu.shared``, ``mig-1g.5gb``, ``cpx_nps4``, ``i915``."""
     return resource.partition("/")[2]
 
 
 def resource_of(unit: str, gpu_name: str) -> str:
-    """The resource from which :func:`slice_name` made *unit*; ``gpu`` belongs to the GPU's vendor.
+    """The resource from which :func:`unit_name` made *unit*; ``gpu`` belongs to the GPU's vendor.
 
     Raises:
         ValueError: *unit* does not belong to any of these resources.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, Accelerator, accelerators, slice_name
+from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, Accelerator, accelerators, unit_name
 from envscaler_airflow.clouds import all_clouds
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.offers import CapacityType, Offer
@@ -252,7 +252,7 @@ def highest(prices: Iterable[Price]) -> Price:
 
 def _offer(node: ClusterNode, gpu: Accelerator | None) -> Offer:
     """All of one node with its GPUs of one resource, without a price."""
-    unit = "" if gpu is None or gpu.is_plain else f":{slice_name(gpu.resource)}"
+    unit = "" if gpu is None or gpu.is_plain else f":{unit_name(gpu.resource)}"
     return Offer(
         cloud="kubernetes",
         region=node.region or "",

@@ -26,7 +26,7 @@ from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.launch import PORT, Launch, Paths, launch_of
 from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.inputs import copy_in
-from envscaler_airflow.sidecar.spool_state import Layout, Memory, Mount, Spool, Who
+from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Mount, Spool
 from envscaler_airflow.sidecar.writeback import WriteBack
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
@@ -167,7 +167,7 @@ def _lay_out(paths: Paths, scratch: Path, store: Store) -> SidecarContext:
         if volume.is_copied
     )
     spool = Spool(scratch / ".spool")
-    context = SidecarContext(spool, store, Who(1, 1, 0, 1), Layout(mounts=mounts), Memory(spool))
+    context = SidecarContext(spool, store, AttemptNode(1, 1, 0, 1), Layout(mounts=mounts), Memory(spool))
     for mount in mounts:
         copy_in(context, mount)
         for item in (Path(mount.path), *Path(mount.path).rglob("*")):  # the image's user is another than ours

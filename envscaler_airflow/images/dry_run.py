@@ -264,7 +264,7 @@ def _lacks_nodes(spec: EnvSpec, kubectl: Callable[[list[str]], Output]) -> list[
     from envscaler_airflow.backends.kubernetes.cluster_offers import is_usable, kinds_of  # noqa: PLC0415 (only who asks a cluster)
 
     items = [item for item in _nodes(kubectl) if is_usable(item)]
-    nodes = [_Node(kind.gpu, room) for item in items for kind, room in kinds_of(item).items()]
+    nodes = [_Node(kind.gpu, capacity) for item in items for kind, capacity in kinds_of(item).items()]
     # Pods of a stage may share a node, and a cluster may grow: one node that fits is enough to start.
     if any(node.fits(need) for need in spec.resources.alternatives for node in nodes):
         return []
@@ -294,17 +294,17 @@ class _Node:
     """A node of a cluster: its GPUs as its labels report them, and what a training can allocate on it."""
 
     gpu: Accelerator | None
-    room: Capacity
+    capacity: Capacity
 
     def fits(self, need: Resources) -> bool:
         asked, gpu = need.requests, need.requests.gpu
-        if asked.cpu_cores is not None and asked.cpu_cores > self.room.vcpus:
+        if asked.cpu_cores is not None and asked.cpu_cores > self.capacity.vcpus:
             return False
-        if asked.memory_bytes is not None and asked.memory_bytes > self.room.memory_gib * GIB:
+        if asked.memory_bytes is not None and asked.memory_bytes > self.capacity.memory_gib * GIB:
             return False
         if gpu is None or need.cpu_fallback:
             return True
-        if self.gpu is None or gpu.count > (1 if self.gpu.is_single else self.room.gpus):
+        if self.gpu is None or gpu.count > (1 if self.gpu.is_single else self.capacity.gpus):
             return False
         if is_share(self.gpu.name):
             return self.gpu.name in gpu.type

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from envscaler_agent import protocol
-from envscaler_airflow.backends.base import Backend, MendsNodes
+from envscaler_airflow.backends.base import Backend, ReplacesNodes
 from envscaler_airflow.errors import (
     BackendError,
     BudgetError,
@@ -267,10 +267,10 @@ class Owner:
     def _replace_lost(self, live: AttemptState, observed: Observed, wake: Wake) -> bool:
         """Return True if the backend is recreating lost nodes of a live attempt; False if it cannot."""
         is_lost = any(node.state == "lost" or node.reason == "unneeded" for node in observed.nodes)
-        if not is_lost or live.handle is None or not isinstance(self.owned.backend, MendsNodes):
+        if not is_lost or live.handle is None or not isinstance(self.owned.backend, ReplacesNodes):
             return False
         try:
-            replaced = self.owned.backend.mend(live.handle, quiet_s=wake.quiet_s)
+            replaced = self.owned.backend.replace_nodes(live.handle, quiet_s=wake.quiet_s)
         except BackendError as err:
             log.warning("the backend cannot replace the lost nodes: %s", err)
             return False

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_agent.protocol import Control, control_name, parse_checkpoint_name
-from envscaler_airflow.backends.base import AttemptRequest, MendsNodes, OffersLater, RunsMixed
+from envscaler_airflow.backends.base import AttemptRequest, OffersLater, ReplacesNodes, RunsMixed
 from envscaler_airflow.errors import (
     BackendError,
     BudgetError,
@@ -79,7 +79,7 @@ def _check_claims(owned: OwnedRun, allocation: Allocation) -> None:
     Raises:
         SpecError: The store has no exclusive create.
     """
-    is_replacing = isinstance(owned.backend, MendsNodes)
+    is_replacing = isinstance(owned.backend, ReplacesNodes)
     if (allocation.nodes > 1 or is_replacing) and not creates_exclusively(owned.run.store):
         what = f"{allocation.nodes} nodes" + (f" that {owned.backend.name} replaces" if is_replacing else "")
         raise SpecError(

@@ -134,7 +134,7 @@ def search(
 
 def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: Goal, work: Work) -> Plan:
     """One search; where data are bound to a place, a note names what that excluded."""
-    got = _Looker(table, how, goal, work).look(needs)
+    got = _Searcher(table, how, goal, work).find(needs)
     if how.is_mixed:
         found = _fleets(got.value_of_hour_usd or 0.0, needs, table, how=how, goal=goal, work=work)
         got = with_fleets(got, found, goal, limit=how.limit)
@@ -143,7 +143,7 @@ def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: G
         return got
     free = replace(work, data=tuple(replace(item, is_bound=False) for item in work.data))
     one = replace(how, limit=1, explain=False, is_mixed=False)
-    other = _Looker(table, one, goal, free).look(needs).chosen
+    other = _Searcher(table, one, goal, free).find(needs).chosen
     if other is None or (got.chosen is not None and other.allocation == got.chosen.allocation):
         return got
     names = ", ".join(f"{item.name} ({item.place})" for item in bound)
@@ -165,7 +165,7 @@ def _fleets(
         wide = replace(need, max_usd_per_hour=None)
         for cloud, region, name in _best_types(wide, table, some, free, work):
             here = replace(wide, cloud=cloud, region=region, instance_type=name)
-            found = _Looker(table, some, free, work).look((here,)).candidates
+            found = _Searcher(table, some, free, work).find((here,)).candidates
             speeds = {item.allocation: item.speed for item in found}
             for allocation in mixed_allocations(speeds, min_nodes=need.min_nodes):
                 candidate = candidate_of(
@@ -184,7 +184,7 @@ def _best_types(
     need: Requirements, table: OfferTable, how: Search, goal: Goal, work: Work
 ) -> list[tuple[str, str, str]]:
     """Cloud, region and type of the few best candidates."""
-    offers = [item.allocation.offer for item in _Looker(table, how, goal, work).look((need,)).candidates]
+    offers = [item.allocation.offer for item in _Searcher(table, how, goal, work).find((need,)).candidates]
     found = dict.fromkeys((offer.cloud, offer.region, offer.instance_type) for offer in offers)
     return list(found)[:FLEET_TYPES]
 
@@ -200,7 +200,7 @@ class _Group(NamedTuple):
     is_allowed: Sequence[bool]
 
 
-class _Looker:
+class _Searcher:
     """One search: collects the best candidates and the allocations that the goal rules out."""
 
     def __init__(self, table: OfferTable, how: Search, goal: Goal, work: Work) -> None:
@@ -212,7 +212,7 @@ class _Looker:
         self.is_in = [how.scope.has(cloud, region) for cloud, region, _ in table.places]
         self.is_timed = how.speed_of is not None and work.units is not None
 
-    def look(self, needs: Sequence[Requirements]) -> Plan:
+    def find(self, needs: Sequence[Requirements]) -> Plan:
         fitting = [(need, *self._fitting(need)) for need in needs]
         self.hour = self._value_of_hour(fitting)
         streams = [self._groups(*item) for item in fitting]

@@ -13,7 +13,7 @@ from envscaler_agent.ending import EXIT_ORPHANED
 from envscaler_airflow.errors import EnvScalerError
 from envscaler_airflow.sidecar.context import SidecarContext, UnheededError, load_store_keys
 from envscaler_airflow.sidecar.loop import Sidecar
-from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
+from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Spool
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
 
@@ -63,7 +63,7 @@ def _context(options: argparse.Namespace) -> SidecarContext:
     layout = Layout.read(options.layout)
     spool = Spool(options.spool)
     run = Run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
-    who = Who(options.generation, options.attempt, options.node, options.nodes, claim=0)
+    who = AttemptNode(options.generation, options.attempt, options.node, options.nodes, claim=0)
     return SidecarContext(
         spool=spool,
         run=run,

@@ -16,7 +16,7 @@ import tenacity
 
 from envscaler_agent.protocol import Ended, Transfer
 from envscaler_airflow.errors import CheckpointError, EnvScalerError, ProtocolError, StoreError
-from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
+from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Spool
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.root import Place
 from envscaler_airflow.store.transfer_progress import Moved
@@ -81,7 +81,7 @@ class SidecarContext:
 
     spool: Spool
     run: Store
-    who: Who
+    who: AttemptNode
     layout: Layout
     memory: Memory
     monotonic: Callable[[], float] = time.monotonic

@@ -40,7 +40,7 @@ _CHUNK = re.compile(r"(\d{6,12})\.(jsonl|log)\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Who:
+class AttemptNode:
     """Which node of which attempt this sidecar serves; *claim* is 0 before it has claimed the node."""
 
     generation: int
@@ -342,7 +342,7 @@ class Spool(spool.Spool):
         self.folder.make_folder(self.name(path))
         return self.folder.enter(self.name(path))
 
-    def saved(self, who: Who) -> list[str]:
+    def saved(self, who: AttemptNode) -> list[str]:
         """Complete local saves of this attempt that are not done yet, by step."""
         names = []
         for path, _ in self._listed(self.checkpoints):

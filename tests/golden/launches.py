@@ -33,7 +33,7 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState
 from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.setup import lay_out
-from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
+from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Spool
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.manifests import upload, walk, write_manifest
@@ -235,7 +235,7 @@ class _Launched:
         context = SidecarContext(
             spool=spool,
             run=self.store,
-            who=Who(1, case.number, node, case.allocation.nodes),
+            who=AttemptNode(1, case.number, node, case.allocation.nodes),
             layout=Layout.model_validate(_below(layout, root)),
             memory=Memory(spool),
             uid=f"pod-{node}",

@@ -50,7 +50,7 @@ def test_memory_beyond_the_limit_ends_it_as_out_of_memory(tmp_path):
     """The kernel kills at 64 MiB, and the node's end has that reason."""
     status, _, node = run(tmp_path, "python", "-c", HOG, memory="64Mi")
 
-    if "memory" not in node["cage"]["limits"]:
+    if "memory" not in node["scope"]["limits"]:
         pytest.skip(f"no memory cgroup here: {node['limits']}")
     assert (status.state, status.reason) == ("ended", "out-of-memory")
     assert "at the memory limit" in status.detail

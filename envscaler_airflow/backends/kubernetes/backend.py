@@ -428,7 +428,7 @@ class KubernetesBackend:
         ]
         return sorted(found, key=lambda one: one[0])
 
-    def mend(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
+    def replace_nodes(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
         """Delete pods on nodes that do not answer, so that their Job recreates them; returns the pods' names.
 
         A pod whose status in the store changed recently is kept: its node may only be cut off from the API

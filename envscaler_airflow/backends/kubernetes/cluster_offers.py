@@ -20,7 +20,7 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
     node_type,
 )
 from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.catalog.accelerators import Accelerator, slice_name
+from envscaler_airflow.catalog.accelerators import Accelerator, unit_name
 from envscaler_airflow.catalog.nodes import GIB, ClusterNode, Price, highest, node_price, quantity, read_node
 from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.planning.offers import AllocationPart, CapacityType, Offer
@@ -79,28 +79,28 @@ def derived_offers(
     The price of a kind is the configured one, else the cloud's price for such an instance in *prices*: the
     highest of its nodes' prices, unknown if one of them is.
     """
-    rooms: dict[NodeGroup, Capacity] = {}
+    capacities: dict[NodeGroup, Capacity] = {}
     costs: dict[NodeGroup, list[Price]] = {}
     priced: dict[ClusterNode, Price] = {}
     for node in nodes:
         seen = read_node(node)
         if not _may_ever_run(node, seen):
             continue
-        for kind, room in kinds_of(node).items():
+        for kind, capacity in kinds_of(node).items():
             takes_now = seen.is_usable and is_borne(node, kind, settings)
-            is_wanted = room.vcpus >= 1 and room.memory_gib > 0 and takes_now != is_later
+            is_wanted = capacity.vcpus >= 1 and capacity.memory_gib > 0 and takes_now != is_later
             if not is_wanted or not _is_addressed(node, kind, settings):
                 continue
-            known = rooms.get(kind)
-            rooms[kind] = room if known is None else _least(known, room)
+            known = capacities.get(kind)
+            capacities[kind] = capacity if known is None else _least(known, capacity)
             alike = replace(seen, name="", vcpus=0.0, memory_gib=0.0)
             if alike not in priced:
                 priced[alike] = _price(alike, kind, settings, prices)
             costs.setdefault(kind, []).append(priced[alike])
     offers = [
         offer
-        for kind, room in rooms.items()
-        for offer in _slices(kind, room, settings, price=highest(costs[kind]))
+        for kind, capacity in capacities.items()
+        for offer in _shares(kind, capacity, settings, price=highest(costs[kind]))
     ]
     return tuple(sorted(offers, key=lambda offer: (offer.gpus, offer.vcpus, offer.name)))
 
@@ -181,26 +181,26 @@ def is_borne(node: Mapping[str, Any], kind: NodeGroup, settings: Settings) -> bo
     )
 
 
-def _slices(kind: NodeGroup, room: Capacity, settings: Settings, *, price: Price) -> list[Offer]:
+def _shares(kind: NodeGroup, capacity: Capacity, settings: Settings, *, price: Price) -> list[Offer]:
     gpu = kind.gpu
-    full = room.gpus / room.of_gpus if gpu is not None else math.floor(room.vcpus)
+    full = capacity.gpus / capacity.of_gpus if gpu is not None else math.floor(capacity.vcpus)
     whole = Offer(
         cloud="kubernetes",
         region=kind.region or settings.region,
         instance_type=kind.instance_type,
         capacity_type=kind.capacity_type,
-        vcpus=room.vcpus,
-        memory_gib=room.memory_gib,
+        vcpus=capacity.vcpus,
+        memory_gib=capacity.memory_gib,
         gpu_name=None if gpu is None else gpu.name,
-        gpus=room.gpus,
+        gpus=capacity.gpus,
         gpu_memory_gb=None if gpu is None else gpu.memory_gb,
         usd_per_hour=price[0],
         price_source=price[1],
         arch=kind.arch,
     )
-    unit = "cpu" if gpu is None else slice_name(gpu.resource)
-    counts = [1] if gpu is not None and gpu.is_single else _counts(room.gpus or math.floor(room.vcpus))
-    return [_slice(whole, count, full, unit) for count in counts]
+    unit = "cpu" if gpu is None else unit_name(gpu.resource)
+    most = 1 if gpu is not None and gpu.is_single else capacity.gpus or math.floor(capacity.vcpus)
+    return [_share(whole, count, full, unit) for count in _counts(most)]
 
 
 def _counts(full: int) -> Sequence[int]:
@@ -208,7 +208,7 @@ def _counts(full: int) -> Sequence[int]:
     return powers if full in powers else [*powers, full]
 
 
-def _slice(whole: Offer, count: int, full: float, unit: str) -> Offer:
+def _share(whole: Offer, count: int, full: float, unit: str) -> Offer:
     """A share of *count* of the *full* number of GPUs, or of CPUs, with the same part of the rest."""
     share, usd = count / full, whole.usd_per_hour
     return replace(
@@ -265,15 +265,15 @@ def shortfall(pod: Json, part: AllocationPart, nodes: Iterable[Json], settings: 
     """What *part*, with pods like *pod*, needs beyond all empty nodes of its kind; None when it fits."""
     resource = gpu_resource(part.offer, settings)
     need = requested(pod, resource)
-    room = sum(
-        _room_for(need, whole_of(node, resource)) for node in nodes if _kind_for(node, part.offer, resource)
+    pods = sum(
+        _pods_in(need, whole_of(node, resource)) for node in nodes if _kind_for(node, part.offer, resource)
     )
-    if room >= part.nodes:
+    if pods >= part.nodes:
         return None
     what = f"{need.gpus} GPUs, " if need.gpus else ""
     return (
         f"cpu: {part.nodes} pods of {what}{need.vcpus:g} CPUs and {need.memory_gib:g} GiB asked; "
-        f"the cluster has room for {room}"
+        f"the cluster has room for {pods}"
     )
 
 
@@ -288,8 +288,8 @@ def free_nodes(
         if resource not in by_resource:
             by_resource[resource] = _left(nodes, pods, resource)
         fitting = (
-            _room_for(with_sidecar(offer), room)
-            for node, room in by_resource[resource]
+            _pods_in(with_sidecar(offer), capacity)
+            for node, capacity in by_resource[resource]
             if (kind := _kind_for(node, offer, resource)) and is_borne(node, kind, settings)
         )
         found[offer.name] = sum(fitting)
@@ -302,9 +302,9 @@ def _left(nodes: Iterable[Json], pods: Iterable[Json], resource: str | None) -> 
     for pod in pods:
         name = (pod.get("spec") or {}).get("nodeName")
         if name in left and (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"):
-            node, room = left[name]
+            node, has = left[name]
             need = requested(pod, resource)
-            rest = Capacity(room.vcpus - need.vcpus, room.memory_gib - need.memory_gib, room.gpus - need.gpus)
+            rest = Capacity(has.vcpus - need.vcpus, has.memory_gib - need.memory_gib, has.gpus - need.gpus)
             left[name] = (node, rest)
     return list(left.values())
 
@@ -324,7 +324,7 @@ def _kind_for(node: Json, offer: Offer, resource: str | None) -> NodeGroup | Non
     return None
 
 
-def _room_for(need: Capacity, room: Capacity) -> int:
+def _pods_in(need: Capacity, has: Capacity) -> int:
     """Pods that fit on a node with this capacity left."""
-    pairs = ((room.vcpus, need.vcpus), (room.memory_gib, need.memory_gib), (room.gpus, need.gpus))
-    return max(0, int(min(math.floor(has / asked + 1e-9) for has, asked in pairs if asked > 0)))
+    pairs = ((has.vcpus, need.vcpus), (has.memory_gib, need.memory_gib), (has.gpus, need.gpus))
+    return max(0, int(min(math.floor(part / asked + 1e-9) for part, asked in pairs if asked > 0)))

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from envscaler_agent.process import ADDRESS as MEETING
+from envscaler_agent.process import ADDRESS as RENDEZVOUS
 from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, Backend, NodeEnd
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.files import read_output
@@ -33,9 +33,9 @@ from envscaler_airflow.backends.local.shares import (
     Slots,
     allocation_shortfalls,
     is_shared,
-    room,
+    nodes_that_fit,
+    share_offers,
     shortfalls,
-    slice_offers,
 )
 from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
@@ -98,8 +98,8 @@ class LocalBackend:
         return self._machine or this_machine()
 
     def offers(self) -> tuple[Offer, ...]:
-        """Shares of this machine at shadow prices; see :func:`~.shares.slice_offers`."""
-        return slice_offers(self.machine, self._prices)
+        """Shares of this machine at shadow prices; see :func:`~.shares.share_offers`."""
+        return share_offers(self.machine, self._prices)
 
     def free_nodes(self, offers: Iterable[Offer], *, without: Handle | None = None) -> dict[str, int]:
         """Nodes of each offer that fit on this machine now, by its name; *without* does not count as running.
@@ -115,7 +115,7 @@ class LocalBackend:
                 if without is None or claim.attempt != without.name
             ]
         return {
-            offer.name: room(offer, machine=self.machine, taken=taken)
+            offer.name: nodes_that_fit(offer, machine=self.machine, taken=taken)
             for offer in offers
             if offer.cloud == self.name and not is_shared(offer)
         }
@@ -137,7 +137,7 @@ class LocalBackend:
         """
         offer = request.allocation.offer
         if offer.cloud != "local":
-            raise BackendError(f"{offer.name}: is no slice of this machine")
+            raise BackendError(f"{offer.name}: is no share of this machine")
         launch = request.launch
         faults = volume_faults(launch.paths.volumes)
         if faults := faults + mount_faults(launch.paths, launch.command):
@@ -239,7 +239,7 @@ class LocalBackend:
                 time.sleep(_POLL_S)
             for view in self._views(handle):
                 if view.is_here:
-                    view.survivors().cage.remove()
+                    view.survivors().scope.remove()
             self._bury(folder)
 
     def end_leftovers(self, claim: Claim) -> None:
@@ -259,10 +259,10 @@ class LocalBackend:
         run = folder.name.rpartition("-g")[0]
         if not any(self.root.glob(f"{run}-g*-a*")):
             shutil.rmtree(self.root / f"{run}{files.SAVES}", ignore_errors=True)
-        for grave in tombstones.iterdir():
+        for tombstone in tombstones.iterdir():
             with suppress(OSError):
-                if time.time() - grave.stat().st_mtime > _TOMBSTONE_S:
-                    grave.unlink()
+                if time.time() - tombstone.stat().st_mtime > _TOMBSTONE_S:
+                    tombstone.unlink()
 
     def _views(self, handle: Handle) -> list[NodeView]:
         return views(handle, self.machine.identity)
@@ -333,7 +333,7 @@ class _Start:
             raise
         self._clear_saves(claims)
         pythonpath = training_pythonpath(request.launch.command, request.python, self._backend.root)
-        meeting = self._meeting()
+        rendezvous = self._rendezvous()
         for node, claim in claims.items():
             folder = files.node_folder(self._folder, node)
             moment = {
@@ -344,7 +344,7 @@ class _Start:
             }
             body = self._rendered[node]["request"]
             files.write_json(folder / files.LAYOUT, self._rendered[node]["layout"])
-            files.write_json(folder / files.REQUEST, {**body, "env": {**body["env"], **meeting}, **moment})
+            files.write_json(folder / files.REQUEST, {**body, "env": {**body["env"], **rendezvous}, **moment})
 
     def _clear_saves(self, nodes: Iterable[int]) -> None:
         """Empty the run's checkpoint folders once no process of an earlier attempt can write there."""
@@ -368,7 +368,7 @@ class _Start:
                         return other.name
         return None
 
-    def _meeting(self) -> dict[str, str]:
+    def _rendezvous(self) -> dict[str, str]:
         """The rendezvous of the processes of several nodes: a free port for this attempt only.
 
         An interrupted submit may have given it to some nodes already; the others get the same one.
@@ -378,9 +378,9 @@ class _Start:
             return {}
         for node in range(nodes):
             told = files.read_json(files.node_folder(self._folder, node) / files.REQUEST) or {}
-            if MEETING in told.get("env", {}):
-                return {MEETING: told["env"][MEETING]}
-        return {MEETING: f"127.0.0.1:{_free_port()}"}
+            if RENDEZVOUS in told.get("env", {}):
+                return {RENDEZVOUS: told["env"][RENDEZVOUS]}
+        return {RENDEZVOUS: f"127.0.0.1:{_free_port()}"}
 
     def _spawn(self, node: int) -> None:
         folder = files.node_folder(self._folder, node)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Room = Literal["main", "training"]
+Part = Literal["main", "training"]
 
 _PARENT = "envscaler"
 _CPU_PERIOD_US = 100_000
@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Cage:
+class CgroupScope:
     """The cgroup folders of one node, one for each hierarchy.
 
     Attributes:
@@ -54,26 +54,26 @@ class Cage:
     limits: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def join(self, room: Room) -> None:
+    def join(self, part: Part) -> None:
         """Put the calling process, and everything that it will start, into the scope."""
         for group in self.groups:
-            Path(group, room, "cgroup.procs").write_text("0", encoding="ascii")  # 0: the writing process
+            Path(group, part, "cgroup.procs").write_text("0", encoding="ascii")  # 0: the writing process
 
-    def pids(self, *rooms: Room) -> set[int]:
-        """Processes in the scope (in *rooms*, or in all)."""
+    def pids(self, *parts: Part) -> set[int]:
+        """Processes in the scope (in *parts*, or in all)."""
         found: set[int] = set()
         for group in self.groups:
-            for room in rooms or ("main", "training"):
-                for file in Path(group, room).rglob("cgroup.procs"):
+            for part in parts or ("main", "training"):
+                for file in Path(group, part).rglob("cgroup.procs"):
                     with suppress(OSError, ValueError):
                         found.update(int(line) for line in file.read_text(encoding="ascii").split())
         return found - {0}
 
-    def kill(self, room: Room | None = None) -> None:
-        """SIGKILL every process in *room*, or in the whole scope, in one operation where the kernel can."""
+    def kill(self, part: Part | None = None) -> None:
+        """SIGKILL every process in *part*, or in the whole scope, in one operation where the kernel can."""
         if self.unified:
             with suppress(OSError):
-                Path(self.unified, room or "", "cgroup.kill").write_text("1", encoding="ascii")
+                Path(self.unified, part or "", "cgroup.kill").write_text("1", encoding="ascii")
 
     def oom_kills(self) -> int | None:
         """How often the kernel's OOM killer acted in the limited group; None when it does not count."""
@@ -122,7 +122,7 @@ class Cage:
         }
 
     @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Cage:
+    def from_dict(cls, body: Mapping[str, Any]) -> CgroupScope:
         """Read what :meth:`to_dict` wrote."""
         return cls(
             groups=tuple(body.get("groups", ())),
@@ -176,7 +176,7 @@ def _offered(path: Path) -> frozenset[str]:
     return frozenset(names) & {"memory", "cpu"}
 
 
-def build_cage(name: str, limits: Limits, *, proc: Path = Path("/proc/self")) -> Cage:
+def build_scope(name: str, limits: Limits, *, proc: Path = Path("/proc/self")) -> CgroupScope:
     """Create the groups of node *name* and set its limits; missing rights or kernel features never raise."""
     notes: list[str] = []
     try:
@@ -184,7 +184,7 @@ def build_cage(name: str, limits: Limits, *, proc: Path = Path("/proc/self")) ->
             (proc / "mounts").read_text(encoding="utf-8"), (proc / "cgroup").read_text(encoding="utf-8")
         )
     except (OSError, ValueError) as err:
-        return Cage(notes=(f"no cgroups: {err}",))
+        return CgroupScope(notes=(f"no cgroups: {err}",))
     groups, held, unified, memory = [], {}, "", ""
     for hierarchy in mounted:
         group = _make_group(hierarchy, name, notes)
@@ -195,7 +195,7 @@ def build_cage(name: str, limits: Limits, *, proc: Path = Path("/proc/self")) ->
         held.update(_set_limits(hierarchy, group / "training", limits, notes))
         if "memory" in hierarchy.controllers and _counts_kills(group / "training"):
             memory = str(group / "training")
-    return Cage(tuple(groups), unified, memory, held, tuple(notes))
+    return CgroupScope(tuple(groups), unified, memory, held, tuple(notes))
 
 
 def _counts_kills(group: Path) -> bool:
@@ -222,8 +222,8 @@ def _make_group(hierarchy: Hierarchy, name: str, notes: list[str]) -> Path | Non
 def _make_rooms(group: Path) -> None:
     for attempt in range(3):
         try:
-            for room in ("main", "training"):
-                (group / room).mkdir(parents=True, exist_ok=True)
+            for part in ("main", "training"):
+                (group / part).mkdir(parents=True, exist_ok=True)
         except FileNotFoundError:  # the end of another node removed the empty parent in between
             if attempt == 2:
                 raise

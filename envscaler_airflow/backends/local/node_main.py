@@ -22,7 +22,7 @@ from envscaler_agent.protocol import END_REASONS, Ended
 from envscaler_agent.spool import Spool
 from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.backends.local import files
-from envscaler_airflow.backends.local.cgroups import Cage, Limits, build_cage
+from envscaler_airflow.backends.local.cgroups import CgroupScope, Limits, build_scope
 from envscaler_airflow.backends.local.files import OutputWriter
 from envscaler_airflow.backends.local.machine import this_identity
 from envscaler_airflow.backends.local.node_environment import sidecar_env, training_env
@@ -108,15 +108,21 @@ class NodeMain:
     """Runs one node to its end."""
 
     def __init__(
-        self, folder: Path, request: dict[str, Any], cage: Cage, *, guard: ProcessId | None, clock: Clock
+        self,
+        folder: Path,
+        request: dict[str, Any],
+        scope: CgroupScope,
+        *,
+        guard: ProcessId | None,
+        clock: Clock,
     ) -> None:
         """Take over the node; start nothing yet."""
         self._folder = folder
         self._request = request
-        self._cage = cage
+        self._scope = scope
         self._clock = clock
         self._spool = Spool(folder / files.SPOOL)
-        self._survivors = Survivors(str(self._spool.root), guard, cage, ProcessId.of(os.getpid()))
+        self._survivors = Survivors(str(self._spool.root), guard, scope, ProcessId.of(os.getpid()))
         self._selector = selectors.DefaultSelector()
         self._wrapper: subprocess.Popen[bytes] | None = None
         self._returncode: int | None = None
@@ -175,13 +181,13 @@ class NodeMain:
     def _confine(self) -> None:
         """In the child, before the wrapper: set cgroup, CPUs, and rlimits where no cgroup limits memory."""
         with suppress(OSError):
-            self._cage.join("training")
+            self._scope.join("training")
         cpus = self._request.get("cpus")
         if cpus and hasattr(os, "sched_setaffinity"):
             with suppress(OSError):
                 os.sched_setaffinity(0, cpus)
         memory = self._request["limits"]["memory_bytes"]
-        if memory is not None and "memory" not in self._cage.limits:
+        if memory is not None and "memory" not in self._scope.limits:
             with suppress(OSError, ValueError):
                 resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 
@@ -274,7 +280,7 @@ class NodeMain:
         """Report the wrapper's end to the sidecar, unless the wrapper did; retried until it is written."""
         self._is_end_said = reported_end(self._spool) is not None
         if not self._is_end_said:
-            end = tell_end(self._returncode, oom_kills=self._cage.oom_kills(), ended_by=self._ended_by)
+            end = tell_end(self._returncode, oom_kills=self._scope.oom_kills(), ended_by=self._ended_by)
             with suppress(OSError):
                 self._spool.root.mkdir(exist_ok=True)  # the training may have removed it
                 report_end(self._spool, ended_of(end))
@@ -333,7 +339,7 @@ class NodeMain:
         return tell_end(
             self._returncode,
             said=reported_end(self._spool),
-            oom_kills=self._cage.oom_kills(),
+            oom_kills=self._scope.oom_kills(),
             ended_by=self._ended_by,
         )
 
@@ -391,25 +397,25 @@ def run_guard(folder: Path) -> None:
     request = files.read_json(folder / files.REQUEST) or {}
     limits = request["limits"]
     name = f"{request['attempt']}-n{request['node']}-{request['id'][:8]}"
-    cage = Cage(notes=("no cgroups: switched off",))
+    scope = CgroupScope(notes=("no cgroups: switched off",))
     if request["cgroups"]:
-        cage = build_cage(name, Limits(limits["memory_bytes"], limits["vcpus"]))
+        scope = build_scope(name, Limits(limits["memory_bytes"], limits["vcpus"]))
     try:
-        cage.join("main")
+        scope.join("main")
     except OSError as err:
-        cage.remove()
-        cage = Cage(notes=(*cage.notes, f"cgroup cannot be joined: {err}"))
+        scope.remove()
+        scope = CgroupScope(notes=(*scope.notes, f"cgroup cannot be joined: {err}"))
     become_reaper()
     guard = ProcessId.of(os.getpid())
     pid = os.fork()
     if not pid:
-        os._exit(run_main(folder, request, cage, guard))
+        os._exit(run_main(folder, request, scope, guard))
     os.waitpid(pid, 0)
-    survivors = Survivors(str(folder / files.SPOOL), guard, cage)
+    survivors = Survivors(str(folder / files.SPOOL), guard, scope)
     while kill_all(survivors, spare={os.getpid()}, reap=reap):
         pass  # only a process stuck in the kernel: the node ends after it
-    cage.leave()
-    cage.remove()
+    scope.leave()
+    scope.remove()
 
 
 def reap() -> None:
@@ -419,7 +425,7 @@ def reap() -> None:
             pass
 
 
-def run_main(folder: Path, request: dict[str, Any], cage: Cage, guard: ProcessId | None) -> int:
+def run_main(folder: Path, request: dict[str, Any], scope: CgroupScope, guard: ProcessId | None) -> int:
     """Run node main; any failure in it is recorded as the node's end."""
     become_reaper()
     clock = Clock()
@@ -430,18 +436,18 @@ def run_main(folder: Path, request: dict[str, Any], cage: Cage, guard: ProcessId
         "guard": guard.to_dict() if guard else None,
         "identity": this_identity().to_dict(),
         "started": clock.started,
-        "cage": cage.to_dict(),
-        "limits": cage.limits_said(request["limits"]),
+        "scope": scope.to_dict(),
+        "limits": scope.limits_said(request["limits"]),
     }
     node = None
     try:
         files.write_json(folder / files.NODE, body)
-        node = NodeMain(folder, request, cage, guard=guard, clock=clock)
+        node = NodeMain(folder, request, scope, guard=guard, clock=clock)
         end = node.run()
     except Exception as err:  # noqa: BLE001  # the outermost edge: an unreported end would look like a loss
         traceback.print_exc(file=sys.stderr)
         end = NodeEnd(None, None, "setup-failed" if node is None else "failed", f"node main: {err!r}"[:500])
-        survivors = Survivors(str(folder / files.SPOOL), guard, cage, me)
+        survivors = Survivors(str(folder / files.SPOOL), guard, scope, me)
         kill_all(survivors, spare={os.getpid(), os.getppid()}, reap=reap)
     files.write_json(folder / files.END, {"id": request["id"], **asdict(end), **clock.interval()})
     return 0

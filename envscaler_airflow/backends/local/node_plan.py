@@ -208,10 +208,10 @@ class _Node:
     def _limits(self) -> dict[str, Any]:
         """The spec's memory limit, at most the share's; the share's where the spec has none."""
         offer = self.request.allocation.offer
-        slice_bytes = int(offer.memory_gib * GIB)
+        share_bytes = int(offer.memory_gib * GIB)
         asked = self.launch.resources.limits.memory_bytes
         return {
-            "memory_bytes": slice_bytes if asked is None else min(asked, slice_bytes),
+            "memory_bytes": share_bytes if asked is None else min(asked, share_bytes),
             "vcpus": offer.vcpus,
         }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envscaler_airflow.backends.local import files
-from envscaler_airflow.backends.local.cgroups import Cage
+from envscaler_airflow.backends.local.cgroups import CgroupScope
 from envscaler_airflow.backends.local.machine import Identity
 from envscaler_airflow.backends.local.processes import ProcessId, Survivors
 from envscaler_airflow.errors import BackendError
@@ -71,8 +71,8 @@ class NodeView:
     def survivors(self) -> Survivors:
         """Where to look for its processes."""
         body = files.read_json(self.folder / files.NODE) or {}
-        cage = Cage.from_dict(body.get("cage") or {})
-        return Survivors(str(self.folder / files.SPOOL), self.guard, cage, self.main)
+        scope = CgroupScope.from_dict(body.get("scope") or {})
+        return Survivors(str(self.folder / files.SPOOL), self.guard, scope, self.main)
 
     def is_held(self) -> bool:
         """True when node main or its guard runs, or the attempt is being started."""

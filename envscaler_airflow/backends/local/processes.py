@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.backends.local.cgroups import Cage
+from envscaler_airflow.backends.local.cgroups import CgroupScope
 
 MARKER = "ENVSCALER_SPOOL"
 """Every process of a node inherits this variable with the node's own folder as its value."""
@@ -90,18 +90,18 @@ class Survivors:
     Attributes:
         spool: The node's spool folder, value of :data:`MARKER`.
         guard: Leader of the node's session; None when unknown.
-        cage: The node's cgroups, which no process leaves by forking.
+        scope: The node's cgroups, which no process leaves by forking.
         main: Node main; it and its guard adopt the orphans of their descendants.
     """
 
     spool: str
     guard: ProcessId | None
-    cage: Cage
+    scope: CgroupScope
     main: ProcessId | None = None
 
     def find(self, *, spare: Iterable[int] = ()) -> set[ProcessId]:
         """Processes of the node that run now, by cgroup, session, descent and inherited marker."""
-        pids = set(self.cage.pids())
+        pids = set(self.scope.pids())
         pids.update(self._by_descent(), self._by_look())
         pids -= set(spare)
         return {found for pid in pids if (found := ProcessId.of(pid)) is not None}
@@ -161,7 +161,7 @@ def kill_all(
     until = time.monotonic() + patience_s
     left = survivors.find(spare=spared)
     while left:
-        survivors.cage.kill("training" if spared else None)
+        survivors.scope.kill("training" if spared else None)
         for process in left:
             process.signal(signal.SIGKILL)
         time.sleep(_POLL_S)

@@ -25,7 +25,7 @@ def is_shared(offer: Offer) -> bool:
     return offer.instance_type.endswith(SHARED_SUFFIX)
 
 
-def slice_offers(machine: Machine, prices: Mapping[str, float] | None = None) -> tuple[Offer, ...]:
+def share_offers(machine: Machine, prices: Mapping[str, float] | None = None) -> tuple[Offer, ...]:
     """``local/cpu-1``, ``local/cpu-2``, ... up to all CPUs; ``local/gpu-1``, ... where the machine has GPUs.
 
     Counts are powers of two and the full count. Memory, and CPUs of a GPU share, are in proportion. The price
@@ -194,7 +194,7 @@ class Claim:
                 run=str(body.get("run", "")),
             )
         except (KeyError, TypeError, ValueError) as err:
-            raise BackendError(f"claim of a slice: {err!r}") from err
+            raise BackendError(f"claim of a share: {err!r}") from err
 
 
 class Slots:
@@ -256,7 +256,7 @@ class Slots:
         return not (node / files.END).exists() and files.lock_state(node / files.LOCK) == "held"
 
 
-def room(offer: Offer, *, machine: Machine, taken: Iterable[Claim]) -> int:
+def nodes_that_fit(offer: Offer, *, machine: Machine, taken: Iterable[Claim]) -> int:
     """Nodes of *offer*, which is counted, that fit on *machine* beside those *taken*."""
     claims = list(taken)
     nodes = 0

@@ -456,13 +456,13 @@ def test_a_pod_on_a_silent_node_is_lost_and_then_made_again(cluster, connect, mo
 
     cluster.advance(50 + 60 + 30 + 170)
     assert backend.observe(handle).nodes[0].state == "running"
-    assert backend.mend(handle, quiet_s={0: 400.0}) == ()
+    assert backend.replace_nodes(handle, quiet_s={0: 400.0}) == ()
     cluster.advance(30)
 
     assert backend.observe(handle).nodes[0].state == "lost"
-    assert backend.mend(handle, quiet_s={}) == ()
-    assert backend.mend(handle, quiet_s={0: 179.0}) == ()
-    assert len(backend.mend(handle, quiet_s={0: 180.0})) == 1
+    assert backend.replace_nodes(handle, quiet_s={}) == ()
+    assert backend.replace_nodes(handle, quiet_s={0: 179.0}) == ()
+    assert len(backend.replace_nodes(handle, quiet_s={0: 180.0})) == 1
     cluster.advance(60)
     running(backend, handle)
 

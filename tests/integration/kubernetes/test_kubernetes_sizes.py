@@ -139,7 +139,8 @@ def test_a_mixed_attempt_whose_second_job_somebody_deleted_is_found_whole(cluste
     assert found is not None
     assert (found.name, [one["first"] for one in found.details["parts"]]) == (handle.name, [0, 1])
     status = eventually(
-        lambda: backend.mend(found, quiet_s={}) or backend.observe(found), lambda status: status.is_over
+        lambda: backend.replace_nodes(found, quiet_s={}) or backend.observe(found),
+        lambda status: status.is_over,
     )
     assert [node.node for node in status.nodes] == [0, 1, 2]
     assert [node.node for node in status.nodes if node.state == "lost"] == ([1, 2] if deleted else [0])
@@ -155,7 +156,7 @@ def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster,
     running(backend, handle)
     cluster.pod(f"{handle.name}-0-").exit(85)
     eventually(lambda: backend.observe(handle).nodes[0].state, lambda state: state == "ended")
-    backend.mend(handle, quiet_s={})
+    backend.replace_nodes(handle, quiet_s={})
     assert [node.state for node in backend.observe(handle).nodes] == ["ended", "running", "running"]
 
     other = backend.submit(request_for(allocation=MIXED, attempt=2))
@@ -163,7 +164,8 @@ def test_when_one_job_of_a_mixed_attempt_fails_the_owner_ends_the_other(cluster,
     cluster.pod(f"{other.name}-p1-1-").exit(1)
     eventually(lambda: backend.observe(other).nodes[0].reason, lambda reason: reason == "unneeded")
     eventually(
-        lambda: backend.mend(other, quiet_s={}) or backend.observe(other), lambda status: status.is_over
+        lambda: backend.replace_nodes(other, quiet_s={}) or backend.observe(other),
+        lambda status: status.is_over,
     )
 
     reasons = [node.reason for node in backend.observe(other).nodes]
@@ -338,7 +340,8 @@ def test_a_part_that_somebody_deleted_is_not_free(cluster, connect):
 
     assert {one.node: one.end for one in backend.usage(handle)} == {0: None, 1: None, 2: None}
     eventually(
-        lambda: backend.mend(handle, quiet_s={}) or backend.observe(handle), lambda status: status.is_over
+        lambda: backend.replace_nodes(handle, quiet_s={}) or backend.observe(handle),
+        lambda status: status.is_over,
     )
     first, *others = backend.usage(handle)
     assert [(one.node, one.end) for one in others] == [(1, first.end), (2, first.end)]

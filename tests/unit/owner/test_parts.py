@@ -9,12 +9,12 @@ class Mending(ScriptedBackend):
     def __init__(self, *offers, **options):
         """Start with no replaced node."""
         super().__init__(*offers, **options)
-        self.mended = []
+        self.replaced = []
 
-    def mend(self, handle, *, quiet_s):
+    def replace_nodes(self, handle, *, quiet_s):
         """Record the node and let it start again."""
         self.quiet_s = quiet_s
-        self.mended.append(handle.name)
+        self.replaced.append(handle.name)
         self.set_state(handle, "running", detail="is being stopped")
         return ()
 
@@ -31,5 +31,5 @@ def test_a_part_that_is_unneeded_wakes_the_owner_who_ends_it(new_world):
     again = owner.resume(wake)
 
     assert wake.detail == "a part of it has failed"
-    assert world.backend.mended == [world.handle.name]
+    assert world.backend.replaced == [world.handle.name]
     assert world.watch(again).poll() is None

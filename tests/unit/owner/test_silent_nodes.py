@@ -18,7 +18,7 @@ class Mending(ScriptedBackend):
         super().__init__(*offers, **options)
         self.quiet = []
 
-    def mend(self, handle, *, quiet_s):
+    def replace_nodes(self, handle, *, quiet_s):
         """Record the ages and start another pod."""
         self.quiet.append(dict(quiet_s))
         return ("pod",)

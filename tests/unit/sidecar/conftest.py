@@ -16,7 +16,7 @@ from envscaler_agent.protocol import (
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.snapshots import Snapshots
-from envscaler_airflow.sidecar.spool_state import Layout, Memory, Spool, Who
+from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Spool
 from envscaler_airflow.store import manifests
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.run import Run
@@ -79,7 +79,7 @@ class Bench:
     def __init__(self, root, *, store, generation=1, attempt=2, node=0, nodes=1, layout=None):
         """Begin before any message."""
         self.root, self.store, self.clock = root, store, Clock()
-        self.who = Who(generation, attempt, node, nodes)
+        self.who = AttemptNode(generation, attempt, node, nodes)
         self.layout = Layout.model_validate({"spec": "spec-0.json", **(layout or {})})
         self.spool = Spool(root / f"n{node}" / "spool")
         self.context = self.restarted()

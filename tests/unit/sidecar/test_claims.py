@@ -13,7 +13,7 @@ from envscaler_airflow.sidecar.loop import Sidecar, Speaker, compose
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
 from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.setup import lay_out
-from envscaler_airflow.sidecar.spool_state import Memory, Who
+from envscaler_airflow.sidecar.spool_state import AttemptNode, Memory
 from envscaler_airflow.sidecar.uploads import Checkpoints, Outputs
 from envscaler_airflow.store import manifests
 from envscaler_airflow.store.checkpoints import complete_checkpoints, prune, read_checkpoint
@@ -75,7 +75,7 @@ def test_a_claim_that_cannot_be_read_is_another_pods(store):
 
 def unclaimed(bench, uid):
     """Return the bench's sidecar before its claim."""
-    bench.who = Who(1, 2, bench.who.node, bench.who.nodes, claim=0)
+    bench.who = AttemptNode(1, 2, bench.who.node, bench.who.nodes, claim=0)
     context = bench.restarted()
     context.uid = uid
     return context
@@ -222,7 +222,7 @@ def test_the_log_of_a_replaced_node_goes_on_with_its_next_pod(store):
 def following(make_bench, on_wait, *, claims=1):
     """Return node 1 of two under its *claims*-th claim; *on_wait* is called with the number of each wait."""
     bench = make_bench(node=1, nodes=2)
-    bench.who = Who(1, 2, 1, 2, claim=claims)
+    bench.who = AttemptNode(1, 2, 1, 2, claim=claims)
     context = bench.restarted()
     waits = []
 
@@ -330,7 +330,7 @@ def test_the_command_learns_the_address_with_the_choice(bench, store):
 def test_a_checkpoint_has_a_part_for_each_node_and_claim(make_bench, store):
     """Two pods of one node, and two nodes, never write to the same name (D1)."""
     bench = make_bench()
-    bench.who = Who(1, 2, 0, 1, claim=2)
+    bench.who = AttemptNode(1, 2, 0, 1, claim=2)
     bench.session_saves(NAME, step=300)
 
     assert Checkpoints(bench.restarted(), 3).step()
@@ -340,7 +340,7 @@ def test_a_checkpoint_has_a_part_for_each_node_and_claim(make_bench, store):
 
 def saved_by(bench, number, name, data):
     """Let the pod with claim *number* save and publish checkpoint *name*, despite any other claims."""
-    bench.who = Who(1, 2, 0, 1, claim=number)
+    bench.who = AttemptNode(1, 2, 0, 1, claim=number)
     context = bench.restarted()
     bench.session_saves(name, {"model.bin": data}, step=300)
     checkpoints = Checkpoints(context, 3)
@@ -356,7 +356,7 @@ def test_what_an_older_pod_publishes_late_is_void(bench, store):
     claim(store, "old")
     saved_by(bench, 1, early, b"early")
     assert claim(store, "new") == 2
-    bench.who = Who(1, 2, 0, 1, claim=2)
+    bench.who = AttemptNode(1, 2, 0, 1, claim=2)
     found = restore(bench.restarted(), Control(candidates=()))
     assert (found.source, found.claim) == (early, 1)
 
@@ -372,10 +372,10 @@ def test_a_restarted_sidecar_accepts_no_more_than_it_did(bench, store):
     """The list of a claim is made once: later checkpoints stay void (D1)."""
     claim(store, "old")
     claim(store, "new")
-    bench.who = Who(1, 2, 0, 1, claim=2)
+    bench.who = AttemptNode(1, 2, 0, 1, claim=2)
     restore(bench.restarted(), Control(candidates=()))
     saved_by(bench, 1, NAME, b"late")
-    bench.who = Who(1, 2, 0, 1, claim=2)
+    bench.who = AttemptNode(1, 2, 0, 1, claim=2)
 
     assert restore(bench.restarted(), Control(candidates=())) is None
 

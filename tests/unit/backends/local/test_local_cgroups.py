@@ -2,7 +2,7 @@
 
 import pytest
 
-from envscaler_airflow.backends.local.cgroups import Cage, Hierarchy, Limits, build_cage, hierarchies
+from envscaler_airflow.backends.local.cgroups import CgroupScope, Hierarchy, Limits, build_scope, hierarchies
 
 LIMITS = Limits(memory_bytes=64 << 20, vcpus=1.5)
 
@@ -36,22 +36,24 @@ def test_version_1_and_a_bare_version_2_share_the_work(system, tmp_path):
         pids=("cgroup", "rw,pids"),
         unified=("cgroup2", "rw"),
     )
-    room = tmp_path / "memory" / "envscaler" / "one" / "training"
-    room.mkdir(parents=True)
-    (room / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    part = tmp_path / "memory" / "envscaler" / "one" / "training"
+    part.mkdir(parents=True)
+    (part / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
     unified = tmp_path / "unified" / "envscaler" / "one"
     unified.mkdir(parents=True)
     (unified / "cgroup.kill").touch()
 
-    cage = build_cage("one", LIMITS, proc=proc)
+    scope = build_scope("one", LIMITS, proc=proc)
 
-    assert cage.limits == {"memory": "cgroup1", "cpu": "cgroup1"}
-    assert cage.groups == tuple(str(tmp_path / n / "envscaler" / "one") for n in ("memory", "cpu", "unified"))
-    assert cage.unified == str(unified)
-    assert (room / "memory.limit_in_bytes").read_text() == str(64 << 20)
+    assert scope.limits == {"memory": "cgroup1", "cpu": "cgroup1"}
+    assert scope.groups == tuple(
+        str(tmp_path / n / "envscaler" / "one") for n in ("memory", "cpu", "unified")
+    )
+    assert scope.unified == str(unified)
+    assert (part / "memory.limit_in_bytes").read_text() == str(64 << 20)
     quota = tmp_path / "cpu" / "envscaler" / "one" / "training" / "cpu.cfs_quota_us"
     assert quota.read_text() == "150000"
-    assert cage.oom_kills() == 2
+    assert scope.oom_kills() == 2
     assert not (tmp_path / "pids" / "envscaler").exists()
 
 
@@ -60,19 +62,19 @@ def test_version_2_hands_its_controllers_down(system, tmp_path):
     proc = system(unified=("cgroup2", "rw"))
     root = tmp_path / "unified"
     (root / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
-    room = root / "envscaler" / "one" / "training"
-    room.mkdir(parents=True)
-    (room / "memory.swap.max").write_text("max")
-    (room / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\n")
+    part = root / "envscaler" / "one" / "training"
+    part.mkdir(parents=True)
+    (part / "memory.swap.max").write_text("max")
+    (part / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\n")
 
-    cage = build_cage("one", LIMITS, proc=proc)
+    scope = build_scope("one", LIMITS, proc=proc)
 
-    assert cage.limits == {"memory": "cgroup2", "cpu": "cgroup2"}
-    assert (room / "memory.max").read_text() == str(64 << 20)
-    assert (room / "memory.swap.max").read_text() == "0"
-    assert (room / "cpu.max").read_text() == "150000 100000"
+    assert scope.limits == {"memory": "cgroup2", "cpu": "cgroup2"}
+    assert (part / "memory.max").read_text() == str(64 << 20)
+    assert (part / "memory.swap.max").read_text() == "0"
+    assert (part / "cpu.max").read_text() == "150000 100000"
     assert (root / "envscaler" / "one" / "cgroup.subtree_control").read_text() == "+memory"
-    assert cage.oom_kills() == 1
+    assert scope.oom_kills() == 1
 
 
 def test_without_rights_at_the_root_it_lies_below_our_own_group(system, tmp_path):
@@ -80,9 +82,9 @@ def test_without_rights_at_the_root_it_lies_below_our_own_group(system, tmp_path
     proc = system(memory=("cgroup", "rw,memory"))
     (tmp_path / "memory" / "envscaler").touch()  # no folder can be created there
 
-    cage = build_cage("one", LIMITS, proc=proc)
+    scope = build_scope("one", LIMITS, proc=proc)
 
-    assert cage.groups == (str(tmp_path / "memory" / "worker" / "envscaler" / "one"),)
+    assert scope.groups == (str(tmp_path / "memory" / "worker" / "envscaler" / "one"),)
 
 
 def test_without_rights_anywhere_there_is_none_and_it_is_said(system, tmp_path):
@@ -91,42 +93,42 @@ def test_without_rights_anywhere_there_is_none_and_it_is_said(system, tmp_path):
     (tmp_path / "memory" / "envscaler").touch()
     (tmp_path / "memory" / "worker" / "envscaler").touch()
 
-    cage = build_cage("one", LIMITS, proc=proc)
+    scope = build_scope("one", LIMITS, proc=proc)
 
-    assert (cage.groups, cage.limits) == ((), {})
-    assert "no group in" in cage.notes[0]
-    said = cage.limits_said({"memory_bytes": 64 << 20, "vcpus": 1.5})
+    assert (scope.groups, scope.limits) == ((), {})
+    assert "no group in" in scope.notes[0]
+    said = scope.limits_said({"memory_bytes": 64 << 20, "vcpus": 1.5})
     assert said.startswith("memory 67108864 bytes by rlimit, 1.5 CPUs by affinity; no group in")
 
 
 def test_a_system_without_cgroups_has_no_cage(tmp_path):
     """No /proc means neither a cgroup scope nor an error."""
-    cage = build_cage("one", LIMITS, proc=tmp_path / "absent")
+    scope = build_scope("one", LIMITS, proc=tmp_path / "absent")
 
-    assert cage.groups == ()
-    assert cage.pids() == set()
-    assert cage.oom_kills() is None
-    cage.kill()
-    cage.remove()
+    assert scope.groups == ()
+    assert scope.pids() == set()
+    assert scope.oom_kills() is None
+    scope.kill()
+    scope.remove()
 
 
 def test_processes_are_found_in_every_room_and_below(tmp_path):
     """A command that creates groups of its own stays in the scope."""
-    for room, pids in (("main", "1\n2\n"), ("training", "3\n"), ("training/own", "4\n")):
-        (tmp_path / "one" / room).mkdir(parents=True)
-        (tmp_path / "one" / room / "cgroup.procs").write_text(pids)
-    cage = Cage(groups=(str(tmp_path / "one"),))
+    for part, pids in (("main", "1\n2\n"), ("training", "3\n"), ("training/own", "4\n")):
+        (tmp_path / "one" / part).mkdir(parents=True)
+        (tmp_path / "one" / part / "cgroup.procs").write_text(pids)
+    scope = CgroupScope(groups=(str(tmp_path / "one"),))
 
-    assert cage.pids() == {1, 2, 3, 4}
-    assert cage.pids("training") == {3, 4}
+    assert scope.pids() == {1, 2, 3, 4}
+    assert scope.pids("training") == {3, 4}
 
 
 def test_a_cage_survives_json():
     """node.json has it, so that any process can end what is left."""
-    cage = Cage(("/g",), "/g", "/g/training", {"memory": "cgroup2"}, ("note",))
+    scope = CgroupScope(("/g",), "/g", "/g/training", {"memory": "cgroup2"}, ("note",))
 
-    assert Cage.from_dict(cage.to_dict()) == cage
-    assert Cage.from_dict({}) == Cage()
+    assert CgroupScope.from_dict(scope.to_dict()) == scope
+    assert CgroupScope.from_dict({}) == CgroupScope()
 
 
 def test_our_own_group_is_that_of_each_hierarchy(tmp_path):

@@ -27,7 +27,7 @@ def test_an_orphan_that_only_node_main_leads_to_dies_with_it(tmp_path, monkeypat
     main, orphan = Process(), Process()
     alive = SimpleNamespace(
         find=lambda spare=(): {orphan} if main.is_alive() else set(),
-        cage=SimpleNamespace(kill=lambda kind: None),
+        scope=SimpleNamespace(kill=lambda kind: None),
     )
     view = SimpleNamespace(is_here=True, node=0, main=main, survivors=lambda: alive)
     backend = LocalBackend(tmp_path)

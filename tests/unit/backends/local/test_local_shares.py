@@ -11,9 +11,9 @@ from envscaler_airflow.backends.local.shares import (
     Slots,
     allocation_shortfalls,
     fit,
-    room,
+    nodes_that_fit,
+    share_offers,
     shortfalls,
-    slice_offers,
 )
 from envscaler_airflow.envspec.resources import Resources
 from envscaler_airflow.errors import CapacityError
@@ -32,7 +32,7 @@ def offer_of(vcpus, memory_gib=4.0, **changes):
 
 def test_offers_are_powers_of_two_and_the_whole():
     """Six CPUs with 40 GiB: 36 GiB are allocated, 6 GiB with each CPU."""
-    offers = slice_offers(MACHINE)
+    offers = share_offers(MACHINE)
 
     assert [offer.name for offer in offers] == ["local/cpu-1", "local/cpu-2", "local/cpu-4", "local/cpu-6"]
     assert [offer.memory_gib for offer in offers] == [6.0, 12.0, 24.0, 36.0]
@@ -40,7 +40,7 @@ def test_offers_are_powers_of_two_and_the_whole():
 
 def test_prices_are_said_to_be_shadow_prices_and_are_in_proportion():
     """Six vCPUs and 40 GiB are nearest to m7i.2xlarge ($0.4032 for 8): $0.0504 a CPU."""
-    offers = slice_offers(MACHINE)
+    offers = share_offers(MACHINE)
 
     assert offers[0].price_source == (
         "shadow price: aws m7i.2xlarge on-demand us-east-1, list price of 2026-07-20"
@@ -50,7 +50,7 @@ def test_prices_are_said_to_be_shadow_prices_and_are_in_proportion():
 
 def test_a_price_of_one_s_own_stands_in_place_of_the_shadow():
     """Only for the share that it names, and the offer names it as the source."""
-    offers = {offer.instance_type: offer for offer in slice_offers(MACHINE, {"cpu-2": 0.5})}
+    offers = {offer.instance_type: offer for offer in share_offers(MACHINE, {"cpu-2": 0.5})}
 
     assert (offers["cpu-2"].usd_per_hour, offers["cpu-2"].price_source) == (0.5, "set in the configuration")
     assert offers["cpu-1"].price_source.startswith("shadow price")
@@ -58,7 +58,7 @@ def test_a_price_of_one_s_own_stands_in_place_of_the_shadow():
 
 def test_gpu_offers_share_the_machine_in_proportion():
     """Four T4 on 16 CPUs: a GPU comes with 4 CPUs and a quarter of the memory."""
-    offers = [offer for offer in slice_offers(GPUS) if offer.gpus]
+    offers = [offer for offer in share_offers(GPUS) if offer.gpus]
 
     assert [(o.name, o.gpus, o.vcpus, o.memory_gib) for o in offers] == [
         ("local/gpu-1", 1, 4.0, 27.0),
@@ -73,7 +73,7 @@ def test_an_unpriced_gpu_has_no_price_and_says_why():
     """Unknown, never 0."""
     machine = Machine(cpus=(0, 1), memory_bytes=8 << 30, gpus=(Gpu(0, "RTX4090", 24.0),))
 
-    [offer] = [offer for offer in slice_offers(machine) if offer.gpus]
+    [offer] = [offer for offer in share_offers(machine) if offer.gpus]
 
     assert offer.usd_per_hour is None
     assert offer.price_source == "no published type has this GPU"
@@ -232,4 +232,4 @@ def test_room_is_what_fits_beside_what_is_taken(taken, free):
     machine = Machine(cpus=(0, 1, 2, 3), memory_bytes=64 << 30)
     claims = [Claim("x", node, float(cpus), 1 << 30) for node, cpus in enumerate(taken)]
 
-    assert room(slice_offers(machine)[0], machine=machine, taken=claims) == free
+    assert nodes_that_fit(share_offers(machine)[0], machine=machine, taken=claims) == free
