@@ -34,7 +34,7 @@ from envscaler_airflow.owner.stage import (
     Waiting,
 )
 from envscaler_airflow.planning.amounts import duration_text
-from envscaler_airflow.run import Actor, Handle, RunState, outcome_of
+from envscaler_airflow.run import Actor, RunState, outcome_of
 from envscaler_airflow.run.event_bodies import Failed
 from envscaler_airflow.run.narration import printable
 from envscaler_airflow.store.keys import SHELL_DAG
@@ -206,7 +206,7 @@ class Foreground:
             self.voice.say(f"the store does not take the request: {err}")
             handle = self._waiting.watching.handle if self._waiting is not None else None
             if handle is not None:
-                self.backend.stop(Handle.from_dict(handle), grace_s=GRACE_S)
+                self.backend.stop(handle, grace_s=GRACE_S)
                 self.voice.say("asked the machine itself to save and stop")
 
     def _record_false_start(self, err: EnvScalerError) -> None:

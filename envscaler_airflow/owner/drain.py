@@ -116,7 +116,7 @@ def waiting(owned: OwnedRun, state: RunState, reason: str) -> Waiting:
         generation=live.generation,
         attempt=live.number,
         nodes=live.allocation.nodes,
-        handle=None if live.handle is None else live.handle.to_dict(),
+        handle=live.handle,
         stopping=stopping,
         age=f"stopping-g{live.generation}-a{live.number}" if stopping else "",
         overdue_after_s=overdue,
@@ -124,7 +124,7 @@ def waiting(owned: OwnedRun, state: RunState, reason: str) -> Waiting:
         checkpoint_s=limits.measured_s(state),
         release_after_s=RELEASE_AGAIN_S if any(one.unreleased for one in state.attempts) else None,
         orphan_after_s=owned.spec(state).failure.orphan_after_s,
-        spans=[span.to_dict() for span in spans_of(live)],
+        spans=spans_of(live),
         started_at=live.started_at,
     )
     return Waiting(watching, reason)

@@ -282,7 +282,7 @@ def _waiting_for_change(owned: OwnedRun, state: RunState, got: ChangeResult) -> 
         overdue_after_s=CHANGE_S,
     )
     if got.handle is not None:
-        watching = replace(watching, handle=got.handle.to_dict(), nodes=live.change.target.nodes)
+        watching = replace(watching, handle=got.handle, nodes=live.change.target.nodes)
     return Waiting(watching, got.reason)
 
 

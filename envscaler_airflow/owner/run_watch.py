@@ -11,7 +11,7 @@ from envscaler_airflow.backends.base import QUIET_S, SILENT, AttemptStatus, Back
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.limits import BUDGET_EVERY_S, reserve_usd
 from envscaler_airflow.owner.stage import Wake, Watching
-from envscaler_airflow.owner.usage import Span, billed_usd
+from envscaler_airflow.owner.usage import billed_usd
 from envscaler_airflow.run import Event, Handle, NodeStatus, outcome_of
 from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.ends import LOST_AFTER_S
@@ -70,7 +70,6 @@ class AttemptWatcher:
         self._check_s = max(BUDGET_EVERY_S, poll_s)
         self._began = monotonic()
         self._number = watching.number
-        self._spans = tuple(Span.from_dict(item) for item in watching.spans)
         self._sequences: dict[int, tuple[int, int]] = {}
         self._reported: dict[int, float] = {}
         self._heard = self._began
@@ -123,7 +122,7 @@ class AttemptWatcher:
             return Wake("backoff") if elapsed >= self._watching.backoff_s and not is_paused else None
         if self._watching.handle is None:
             return None if is_paused else Wake("status", detail="nothing to watch")
-        return self._of_attempt(Handle.from_dict(self._watching.handle), elapsed, is_paused=is_paused)
+        return self._of_attempt(self._watching.handle, elapsed, is_paused=is_paused)
 
     def _of_attempt(self, handle: Handle, elapsed: float, *, is_paused: bool) -> Wake | None:
         """Observe the attempt even during a pause, so that its ages continue from what was seen."""
@@ -268,7 +267,7 @@ class AttemptWatcher:
     def _over_budget(self, handle: Handle) -> list[Wake]:
         """Check the budget here too: an attempt may run for days between two executions of the owner."""
         left, now = self._watching.usd_left, self._monotonic()
-        if left is None or not self._spans or now - self._billed < BUDGET_EVERY_S:
+        if left is None or not self._watching.spans or now - self._billed < BUDGET_EVERY_S:
             return []
         self._billed = now
         watching, at = self._watching, self._run.now()
@@ -277,9 +276,9 @@ class AttemptWatcher:
         except BackendError:
             nodes = range(watching.nodes)
             intervals = tuple(UsageInterval(node, at - (now - self._began), at) for node in nodes)  # at least
-        usd = billed_usd(self._spans, intervals, started_at=watching.started_at, handle=handle, now=at)
+        usd = billed_usd(watching.spans, intervals, started_at=watching.started_at, handle=handle, now=at)
         more = reserve_usd(
-            self._spans[-1].allocation,
+            watching.spans[-1].allocation,
             check_s=self._check_s,
             checkpoint_s=watching.checkpoint_s,
             said=self.statuses.get(0),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self
 
 from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError, SpecError, StoreError
-from envscaler_airflow.run import Actor, RunState
+from envscaler_airflow.owner.usage import Span
+from envscaler_airflow.planning.record import Record
+from envscaler_airflow.run import Actor, Handle, RunState
 
 WakeKind = Literal["entry", "status", "request", "backoff", "overdue", "silent", "superseded", "timeout"]
 
@@ -79,8 +81,26 @@ class Stage:
         return self if self.deadline_at is None else replace(self, deadline_s=self.deadline_at - begun_at)
 
 
+class Argument(Record):
+    """What a trigger receives or reports, as JSON: another version may have written it."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
+        """Read what this or an older version wrote; unknown fields are ignored.
+
+        Raises:
+            ProtocolError: A field is missing, or this version does not know its value.
+        """
+        try:
+            return super().from_dict(body)
+        except ValueError as err:
+            raise ProtocolError(f"{cls.__name__}: {err}") from err
+
+
 @dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(Argument):
     """Why an execution of the owner runs: what a watcher saw. A hint only; the execution checks for itself.
 
     Attributes:
@@ -97,33 +117,13 @@ class Wake:
     kind: WakeKind = "entry"
     silent_s: float = 0.0
     detail: str = ""
-    seen: Sequence[str] = ()
+    seen: tuple[str, ...] = ()
     check_s: float = 0.0
     quiet_s: Mapping[int, float] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form: the payload of a trigger's event."""
-        quiet = {str(node): seconds for node, seconds in self.quiet_s.items()}
-        return {**asdict(self), "seen": list(self.seen), "quiet_s": quiet}
-
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Wake:
-        """Read what :meth:`to_dict` wrote; unknown fields are ignored.
-
-        Raises:
-            ProtocolError: A kind that this version does not know.
-        """
-        kind = body.get("kind", "entry")
-        if kind not in get_args(WakeKind):
-            raise ProtocolError(f"wake: kind {kind!r} is not known to this version")
-        seen = tuple(str(item) for item in body.get("seen", ()))
-        silent_s, check_s = (float(body.get(name, 0.0)) for name in ("silent_s", "check_s"))
-        quiet = {int(node): float(seconds) for node, seconds in (body.get("quiet_s") or {}).items()}
-        return cls(kind, silent_s, str(body.get("detail", "")), seen, check_s, quiet)
-
 
 @dataclass(frozen=True, slots=True)
-class Watching:
+class Watching(Argument):
     """What to watch until the owner must act. JSON: it is a trigger's argument.
 
     Attributes:
@@ -154,7 +154,7 @@ class Watching:
     generation: int
     attempt: int = 0
     nodes: int = 1
-    handle: Mapping[str, Any] | None = None
+    handle: Handle | None = None
     backoff_s: float | None = None
     stopping: bool = False
     age: str = ""
@@ -162,33 +162,15 @@ class Watching:
     usd_left: float | None = None
     checkpoint_s: float | None = None
     changing: str = ""
-    spans: Sequence[Mapping[str, Any]] = ()
+    spans: tuple[Span, ...] = ()
     started_at: float | None = None
-    answered: Sequence[str] = ()
+    answered: tuple[str, ...] = ()
     release_after_s: float | None = None
     orphan_after_s: float = 1800.0
     faults: int = 0
     faulty_s: float = 0.0
     pause_s: float = 0.0
     try_number: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        handle = dict(self.handle) if self.handle is not None else None
-        spans, answered = [dict(item) for item in self.spans], list(self.answered)
-        return {**asdict(self), "handle": handle, "spans": spans, "answered": answered}
-
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Watching:
-        """Read what this or an older version wrote; unknown fields are ignored.
-
-        Raises:
-            ProtocolError: A field is missing.
-        """
-        try:
-            return cls(**{name: body[name] for name in cls.__slots__ if name in body})
-        except TypeError as err:
-            raise ProtocolError(f"watching: {err}") from err
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +245,7 @@ def watched_now(state: RunState, actor: Actor) -> Watching | None:
         generation=live.generation,
         attempt=live.number,
         nodes=live.allocation.nodes,
-        handle=None if live.handle is None else live.handle.to_dict(),
+        handle=live.handle,
         stopping=live.phase == "stopping",
         started_at=live.started_at,
     )

@@ -1,15 +1,22 @@
-"""The events of a run in the store: numbered files, created exclusively, folded into the run's state."""
+"""The events of a run in the store: numbered files, created exclusively, folded into the run's state.
+
+Snapshots, the fold of the first events in one file, only save time: the events decide.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+from envscaler_agent.protocol import SCHEMA
+from envscaler_airflow import __version__
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.run.event_bodies import EventBody
-from envscaler_airflow.store import event_snapshots as snapshots
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.clock import STEP_S
 
@@ -199,7 +206,7 @@ class EventLog:
             event = self._text(number)
             if text is None or event is None:
                 return None
-            return snapshots.unpack(text, number=number, event=event)
+            return unpack_snapshot(text, number=number, event=event)
         except ProtocolError:
             return None
 
@@ -207,7 +214,7 @@ class EventLog:
         """Write a snapshot of *state*, whose last event is *event*; replaces an invalid one."""
         if not self._snapshots:
             return
-        name, text = snapshot_name(state.number), snapshots.pack(state, event=event)
+        name, text = snapshot_name(state.number), pack_snapshot(state, event=event)
         if len(text) > MAX_SNAPSHOT_BYTES:
             return
         try:
@@ -221,3 +228,42 @@ class EventLog:
 
     def _where(self, number: int) -> str:
         return self._run.uri(event_name(number))
+
+
+def pack_snapshot(state: RunState, *, event: bytes) -> bytes:
+    """Serialize *state*, whose last event is stored as *event*."""
+    body = {
+        "schema": SCHEMA,
+        "fold": __version__,
+        "number": state.number,
+        "event_sha256": hashlib.sha256(event).hexdigest(),
+        "state": state.to_dict(),
+    }
+    return json.dumps({**body, "sha256": digest(body)}, separators=(",", ":")).encode()
+
+
+def unpack_snapshot(text: bytes, *, number: int, event: bytes) -> RunState:
+    """Read what :func:`pack_snapshot` of this same version wrote for this run.
+
+    Raises:
+        ProtocolError: The snapshot is torn, changed, or of another number, run or version. Fold the events
+            instead.
+    """
+    try:
+        body = json.loads(text)
+        said = body.pop("sha256")
+        ours = {"schema": SCHEMA, "fold": __version__, "number": number}
+        ours["event_sha256"] = hashlib.sha256(event).hexdigest()
+        if said != digest(body) or any(body.get(name) != value for name, value in ours.items()):
+            raise ProtocolError(f"snapshot {number}: not of this run, version and number, or changed")
+        state = RunState.from_dict(body["state"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ProtocolError(f"snapshot {number}: {err!r}") from err
+    if state.number != number:
+        raise ProtocolError(f"snapshot {number}: holds the state after event {state.number}")
+    return state
+
+
+def digest(body: Mapping[str, Any]) -> str:
+    """Return the sha256 of a snapshot's *body*."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.planning.record import Record
 
 SHELL_DAG = "shell"
 """``dag_id`` of runs that are started without Airflow. Chosen."""
@@ -43,7 +41,7 @@ def encode_part(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RunKey:
+class RunKey(Record):
     """Identity of a run: one execution of a stage in a DAG run, over all its try numbers.
 
     Attributes:
@@ -76,24 +74,3 @@ class RunKey:
             first = f"{first}.{encode_part(self.team)}"
         rest = (self.dag_id, self.run_id, self.task_id, str(self.map_index))
         return "/".join([first, *(encode_part(part) for part in rest)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, as in ``run.json`` and in triggers."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
-
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> RunKey:
-        """Read what :meth:`to_dict` wrote; unknown fields are ignored.
-
-        Raises:
-            ProtocolError: A field is missing or of the wrong type.
-        """
-        values: dict[str, Any] = {name: body[name] for name in cls.__slots__ if name in body}
-        for name, value in values.items():
-            expected: type = int if name == "map_index" else str
-            if type(value) is not expected and not (name == "team" and value is None):
-                raise ProtocolError(f"run key: {name}: got {value!r:.80}, expected {expected.__name__}")
-        try:
-            return cls(**values)
-        except (TypeError, ValueError) as err:
-            raise ProtocolError(f"run key: {err}") from err

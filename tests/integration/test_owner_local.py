@@ -363,11 +363,11 @@ from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
 url, prefix, root, handle, number = sys.argv[1:]
-handle = json.loads(handle)
+handle = Handle.from_dict(json.loads(handle))
 backend = create_backend("local", {"root": root})
 watching = Watching(int(number), 1, attempt=1, handle=handle)
 wake = AttemptWatcher(run=Run(open_store(url), prefix), backend=backend, watching=watching).poll()
-states = [node.state for node in backend.observe(Handle.from_dict(handle)).nodes]
+states = [node.state for node in backend.observe(handle).nodes]
 print(json.dumps([states, wake.kind if wake else None]))
 """
 
@@ -381,7 +381,7 @@ def test_a_trigger_in_another_pid_namespace_tells_no_loss(shell):
     elsewhere = [
         *("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", ELSEWHERE),
         *(f"file://{shell.folder}/store", shell.prefix(), str(shell.folder / "attempts")),
-        *(json.dumps(dict(state.live.handle)), str(state.number)),
+        *(json.dumps(state.live.handle.to_dict()), str(state.number)),
     ]
 
     def look():

@@ -153,7 +153,7 @@ def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
         if len(slept) == 2:
             backend.end(handle)
 
-    watching = Watching(0, 1, 1, nodes=2, handle=handle.to_dict())
+    watching = Watching(0, 1, 1, nodes=2, handle=handle)
     waiting = ForegroundOwner(owner_of(store, backend), sleep=sleep)
 
     assert waiting._wait(Waiting(watching, "starts")).detail == "the attempt ended"
@@ -182,7 +182,7 @@ class TestFullStore:
             monotonic=clock.monotonic,
         )
         store.add("refuse", "write", times=None, error=StoreError("No space left on device"))
-        return waiting, Waiting(Watching(0, 1, 1, handle=handle.to_dict()), "runs"), backend, handle, told
+        return waiting, Waiting(Watching(0, 1, 1, handle=handle), "runs"), backend, handle, told
 
     def test_the_end_of_the_training_is_still_seen_and_the_error_told(self, full):
         """The lease cannot be renewed; everything else is still observed."""

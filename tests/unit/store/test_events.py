@@ -10,7 +10,7 @@ from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.run.event_bodies import NewOwner, StopRequested, read_body
-from envscaler_airflow.store import EventLog, event_snapshots, open_store
+from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store import events as module
 from envscaler_airflow.store.events import event_name, snapshot_name
 from envscaler_airflow.store.run import Run
@@ -451,7 +451,7 @@ def test_a_reader_that_must_write_nothing_writes_nothing(store):
 
 def snapshot_of(events):
     """What another run's log would have written."""
-    return event_snapshots.pack(fold(events), event=events[-1].to_json())
+    return module.pack_snapshot(fold(events), event=events[-1].to_json())
 
 
 def bad_snapshots():
@@ -471,7 +471,7 @@ def bad_snapshots():
         "of another run": snapshot_of(other),
         "of another number": snapshot_of(events[:40]),
         "changed": json.dumps(tampered).encode(),
-        "of another version": json.dumps({**older, "sha256": event_snapshots._digest(older)}).encode(),
+        "of another version": json.dumps({**older, "sha256": module.digest(older)}).encode(),
     }
 
 

@@ -69,7 +69,7 @@ class World:
 
     def watching(self):
         """Return what the deferring execution gave the trigger to watch."""
-        return Watching(self.log.load().number, 1, 1, handle=self.handle.to_dict()).to_dict()
+        return Watching(self.log.load().number, 1, 1, handle=self.handle).to_dict()
 
     def trigger(self, **changes):
         """Return a trigger that checks without a pause and fires at once."""
