@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.launch import Launch
@@ -12,6 +12,12 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import OUTCOMES, Handle, NodeState, NodeStatus
 from envscaler_airflow.run.cost import UsageInterval
 
+if TYPE_CHECKING:
+    from envscaler_airflow.envspec.models import EnvSpec
+    from envscaler_airflow.images.artefacts import Artefact
+
+SIDECAR_IMAGE = "envscaler/sidecar:latest"
+"""Name of the sidecar image where no other is given."""
 ResizeState = Literal["going", "done", "deferred", "infeasible"]
 """``deferred``: no capacity now. ``infeasible``: never possible here; the next attempt gets it."""
 
@@ -211,6 +217,64 @@ class OffersLater(Protocol):
 
 
 @runtime_checkable
+class PreparesSpecs(Protocol):
+    """A backend that completes a spec before a run is begun with it."""
+
+    def prepare(self, spec: EnvSpec) -> EnvSpec:
+        """*spec* with what its attempts need here, such as the name of an image.
+
+        Raises:
+            SpecError: The spec lacks it, and so does the deployment.
+        """
+
+
+@runtime_checkable
+class ShowsAttempts(Protocol):
+    """A backend that shows what it would start without a request to its system, for `envscaler render`."""
+
+    def sample_offer(self, spec: EnvSpec) -> Offer:
+        """An offer of any machines that have what *spec* requests."""
+
+    def artefacts(self, request: AttemptRequest) -> list[Artefact]:
+        """What ``submit`` sends for *request*, human-readable. Raises SpecError if it would refuse it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A part of an attempt that exists and was not released.
+
+    Attributes:
+        handle: Handle of that part.
+        prefix: Folder of its run in the store.
+        generation, attempt: Numbers of the attempt.
+        age_s: Time since it was created, by the backend's clock, seconds.
+        runs: True when something of it may still run.
+    """
+
+    handle: Handle
+    prefix: str
+    generation: int
+    attempt: int
+    age_s: float = field(compare=False)
+    runs: bool
+
+
+@runtime_checkable
+class ListsLeftovers(Protocol):
+    """A backend where `reap` finds attempts that no run owns."""
+
+    def leftovers(self, store_url: str) -> Iterator[Leftover]:
+        """Everything of runs of the store at *store_url* that exists and was not released.
+
+        Raises:
+            BackendError: No answer, or the backend does not report the time.
+        """
+
+    def remove(self, handle: Handle) -> None:
+        """Remove what the handle of a leftover names. Raises BackendError."""
+
+
+@runtime_checkable
 class SharesWatch(Protocol):
     """A backend that lets a process watch many attempts through one shared watch."""
 
@@ -223,7 +287,7 @@ class HasAddress(Protocol):
     """A backend that may be at another address than the default."""
 
     def address(self) -> dict[str, Any]:
-        """Arguments of ``create_backend`` by which a later process reaches the same address; no secrets."""
+        """Settings for ``create_backend`` by which a later process reaches the same address; no secrets."""
 
 
 @runtime_checkable

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import click
 
-from envscaler_airflow.backends import create_backend
+from envscaler_airflow.backends import backend_names
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.cli.cluster import settings_of
-from envscaler_airflow.cli.common import output_option, shell_backend, store_option
+from envscaler_airflow.cli.backends import shell_backend
+from envscaler_airflow.cli.common import output_option, store_option
 from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.foreground import Foreground, shell_actor
 from envscaler_airflow.cli.inspect import followed
@@ -118,9 +118,10 @@ class _Cancel:
 
     def _backend_of(self, state: RunState) -> Backend:
         """The backend of the live attempt, also of an intended one, where its last shell reached it."""
-        if state.live is not None and state.live.allocation.offer.cloud == "kubernetes":
-            return create_backend("kubernetes", settings_of(None, {}) | address_of(self.run))
-        return shell_backend()
+        name = "" if state.live is None else state.live.allocation.offer.cloud
+        if name not in backend_names():
+            name = "local"
+        return shell_backend(name, given=address_of(self.run, name))
 
     def _beside_airflow(self, state: RunState) -> str:
         """What a kill of the task does: its next try finds the request; what still runs saves and ends."""

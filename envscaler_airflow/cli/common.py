@@ -9,13 +9,10 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
 
-from envscaler_airflow.backends import create_backend
-from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.local_files import data_folder
@@ -115,12 +112,6 @@ def shell_key(store: Store, name: str, task: str) -> RunKey:
     if configured is None and not store.url.startswith("file:"):
         configured = f"shell-{getpass.getuser()}"
     return RunKey(deployment_of(store, configured), SHELL_DAG, name, task)
-
-
-def shell_backend() -> Backend:
-    """The local backend, with attempts below ``ENVSCALER_LOCAL_ROOT`` where that is set."""
-    root = os.environ.get("ENVSCALER_LOCAL_ROOT") or os.environ.get("AIRFLOW__ENVSCALER__LOCAL_ROOT")
-    return create_backend("local", {"root": Path(root)} if root else {})
 
 
 def find_run(store: Store, text: str) -> Run:

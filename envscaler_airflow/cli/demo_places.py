@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
+from envscaler_airflow.backends.kubernetes import BACKEND, KubernetesBackend, names
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.catalog.packaged import scaled_price, shadow_offer
-from envscaler_airflow.cli.cluster import settings_of
+from envscaler_airflow.cli.backends import settings_of
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.run import Handle
 from envscaler_airflow.store.base import Store, check_store, open_store
@@ -155,7 +155,7 @@ def _settings(store: Store, image: str) -> dict[str, Any]:
     if store.url.startswith("file://"):
         folder = store.url.removeprefix("file://")
         own |= {"store_volume": {"hostPath": {"path": folder}}, "store_mount": folder}
-    return own | settings_of(Path(config) if config else None, {"image": image})
+    return own | settings_of(BACKEND, Path(config) if config else None, {"image": image})
 
 
 def _classes() -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from envscaler_airflow.agent_files import agent_wheel
-from envscaler_airflow.backends.kubernetes.settings import SIDECAR_IMAGE
+from envscaler_airflow.backends.base import SIDECAR_IMAGE
 from envscaler_airflow.cli.common import default_store_url, not_empty, output_option
 from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.follow import bar

@@ -60,18 +60,20 @@ def write_owner(run: Run, ti_id: str, backend: Backend) -> None:
         "user": _user(),
         "machine": this_identity().to_dict(),
         "process": None if process is None else process.to_dict(),
+        "backend": backend.name,
         "address": backend.address() if isinstance(backend, HasAddress) else {},
     }
     run.write(OWNER, json.dumps(body).encode())
 
 
-def address_of(run: Run) -> dict[str, Any]:
-    """Where the last shell that owned the run reached its backend; {} where that is not known.
+def address_of(run: Run, backend: str) -> dict[str, Any]:
+    """Where the last shell that owned the run reached *backend*; {} where that is not known.
 
     Raises:
         StoreError: The store cannot be read.
     """
-    found = (_written(run) or {}).get("address")
+    body = _written(run) or {}
+    found = body.get("address") if body.get("backend") == backend else None
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from envscaler_airflow.backends import backend_names
 from envscaler_airflow.catalog.packaged import gpu_facts, job, jobs
 from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, output_option
 from envscaler_airflow.cli.follow import bar
@@ -88,9 +89,7 @@ COLUMNS = (
 
 @click.command("plan")
 @spec_options
-@click.option(
-    "--target", help="What to check for gaps (local, docker, kubernetes, vm), or a variant to plan."
-)
+@click.option("--target", help="What to check for gaps (a backend, docker, vm), or a variant to plan.")
 @click.option(
     "--strategy", default="balanced", type=click.Choice(["cost", "balanced", "performance", "deadline"])
 )
@@ -127,7 +126,7 @@ def plan_command(
 ) -> None:
     """Print the plan of a spec: the chosen offer, its price, and why not the others.
 
-    With --target local, docker or kubernetes, show what is missing there, like `dry-run`. Exit 0 or 1. With
+    With --target docker or a backend, show what is missing there, like `dry-run`. Exit 0 or 1. With
     --target vm, show what is missing, and then the offers to rent.
     """
     if options["job_name"] == "list":
@@ -173,10 +172,9 @@ def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
     """Print what *target* lacks, and return True, if *target* is a place to run and not a variant."""
     if target is None:
         return False
-    from envscaler_airflow.cli.validate import tell_missing  # noqa: PLC0415  (as above)
-    from envscaler_airflow.images.dry_run import TARGETS  # noqa: PLC0415  (a plan has no time for it)
+    from envscaler_airflow.cli.validate import tell_missing  # noqa: PLC0415  (a plan has no time for it)
 
-    if target not in TARGETS or target == "vm":
+    if target not in backend_names() and target != "docker":
         return False
     tell_missing(spec, target, as_json=as_json)
     return True

@@ -11,22 +11,19 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.backends.base import AttemptRequest
-from envscaler_airflow.backends.kubernetes.manifests import render_parts
-from envscaler_airflow.backends.kubernetes.scheduling import any_node
-from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.cli.cluster import settings_of
+from envscaler_airflow.backends import backend_names
+from envscaler_airflow.backends.base import AttemptRequest, Backend, PreparesSpecs, ShowsAttempts
+from envscaler_airflow.cli.backends import shell_backend
 from envscaler_airflow.cli.common import default_store_url, output_option
 from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry, write_artefact
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.loading import load_with_sources
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.access import index_access
-from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
+from envscaler_airflow.images.artefacts import Artefact, yaml_text
 from envscaler_airflow.images.dockerfile import ImageOptions
 from envscaler_airflow.images.locks import resolve
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
-from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.images.targets import RENDERINGS, VARIANTS, render_spec
 from envscaler_airflow.images.targets import render as render_target
 from envscaler_airflow.owner import freeze, limits
@@ -39,16 +36,19 @@ from envscaler_airflow.store.run import Run
 
 SAMPLE = "sample"
 """Name of the run whose Job is shown; the names and labels of a Job contain a hash of its run."""
-TARGETS = ("spec", *RENDERINGS, "kubernetes", "docker", "local")
+OTHER_NAMES = {"docker": "dockerfile", "local": "venv"}
+"""Artefacts by the name of what they are for."""
 
 
 @click.command()
 @spec_options
-@click.option("--target", required=True, type=click.Choice(TARGETS), help="Artefact to render.")
-@click.option("--variant", help="Target overlay of the spec to apply; the default is the artefact's own.")
-@click.option("--image", help="Name of the stage's image, for kubernetes and vm.")
 @click.option(
-    "--config", type=click.Path(path_type=Path), help="Settings of the cluster, as submit takes them."
+    "--target", required=True, help=f"Artefact to render: spec, {', '.join(RENDERINGS)}, or for a backend."
+)
+@click.option("--variant", help="Target overlay of the spec to apply; the default is the artefact's own.")
+@click.option("--image", help="Name of the stage's image, for vm and backends with images.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="Settings of the backend, as submit takes them."
 )
 @click.option("--lock", "is_locked", is_flag=True, help="Write exact versions with hashes: venv, dockerfile.")
 @click.option(
@@ -68,15 +68,20 @@ def render(
     **given: Any,
 ) -> None:
     """Show what a spec becomes: the composed spec, an environment, a Dockerfile, a Job, user-data."""
-    kind = {"docker": "dockerfile", "local": "venv"}.get(target, target)
-    overlay = variant or VARIANTS.get(kind)
+    kind = OTHER_NAMES.get(target, target)
+    is_backend = kind in backend_names()
+    if not is_backend and kind not in ("spec", *RENDERINGS):
+        known = sorted({"spec", *RENDERINGS, *OTHER_NAMES, *backend_names()})
+        raise SpecError(f"--target {target!r:.60}: write one of {', '.join(known)}")
+    overlay = variant or VARIANTS.get(kind, kind if is_backend else None)
     loaded = load_with_sources(
         path, parameters=parameters, target=overlay, inputs=inputs, registry=spec_registry()
     )
     if kind == "spec":
         found = render_spec(loaded)
-    elif kind == "kubernetes":
-        found = render_job(loaded.spec, Settings.read(settings_of(config, {"image": image})))
+    elif is_backend:
+        given_image = {"image": image} if image is not None else None
+        found = render_attempt(loaded.spec, shell_backend(kind, config, given_image))
     else:
         requirements = read_requirements(loaded.spec)
         if is_locked:
@@ -86,27 +91,21 @@ def render(
     _give(found, given["folder"], as_json=given["as_json"])
 
 
-def render_job(spec: EnvSpec, settings: Settings) -> list[Artefact]:
-    """``job.yaml``: what ``submit`` sends for the first attempt of a run named :data:`SAMPLE`.
+def render_attempt(spec: EnvSpec, backend: Backend) -> list[Artefact]:
+    """What ``submit`` sends for the first attempt of a run named :data:`SAMPLE`.
 
-    The nodes are any that have what the spec requests, and the cluster has no CSI driver for buckets: both
-    are known only when it is asked.
+    Its machines are any that have what the spec requests: the available ones are known only when the backend
+    is asked.
 
     Raises:
         SpecError: ``submit`` would refuse the spec.
     """
-    spec = with_image(spec, image=settings.image, repository=settings.image_repository)
-    is_spot = spec.capacity == "spot"
-    request = sample_request(spec, any_node(spec.resources.alternatives[0], settings, is_spot=is_spot))
-    (part,) = render_parts(request, settings)
-    keys = ", ".join(part["secret_keys"])
-    notes = [
-        f"What `envscaler submit` sends for {spec.name}, for the first attempt of a run named {SAMPLE}.",
-        "submit also chooses the nodes, and makes the Job the owner of the other objects.",
-        *([f"submit also creates the Secret {part['name']} with {keys}."] if keys else []),
-    ]
-    documents = [*part.get("claims", ()), part["config_map"], part["job"]]
-    return [Artefact("job.yaml", comment(notes) + yaml_text(*documents))]
+    if isinstance(backend, PreparesSpecs):
+        spec = backend.prepare(spec)
+    if isinstance(backend, ShowsAttempts):
+        return backend.artefacts(sample_request(spec, backend.sample_offer(spec)))
+    request = sample_request(spec, next(iter(backend.offers())))
+    return [Artefact("attempt.yaml", yaml_text(backend.render(request)))]
 
 
 def sample_request(spec: EnvSpec, offer: Offer) -> AttemptRequest:

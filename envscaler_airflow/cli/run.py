@@ -9,11 +9,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from envscaler_airflow.backends import backend_names
+from envscaler_airflow.cli.backends import shell_backend
 from envscaler_airflow.cli.common import (
     NOT_NEGATIVE,
     not_empty,
     output_option,
-    shell_backend,
     shell_key,
     store_option,
     without_deadline,
@@ -38,12 +39,12 @@ _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install
 
 
 class _Target(click.Choice[str]):
-    """Where a shell runs a stage itself; for a cluster there is another command."""
+    """Where a shell runs a stage itself; for a backend elsewhere there is another command."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Read it."""
-        if value == "kubernetes":
-            self.fail("run is for this machine; write `envscaler submit` for a cluster", param, ctx)
+        if value not in self.choices and value in backend_names():
+            self.fail(f"run is for this machine; write `envscaler submit --backend {value}`", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -111,7 +112,7 @@ def run(
         click.echo(f"run: {key.prefix}")
     voice = Voice(to_stderr=as_json)
     run = Run(store, key, snapshots=True)
-    own_and_tell(Foreground(run, stage, shell_backend(), voice, shell_actor(run)), as_json=as_json)
+    own_and_tell(Foreground(run, stage, shell_backend("local"), voice, shell_actor(run)), as_json=as_json)
 
 
 def _check_container_options() -> None:

@@ -1,4 +1,4 @@
-"""``submit``: own a stage on a Kubernetes cluster from a shell until it ends."""
+"""``submit``: own a stage on a backend from a shell until it ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
-from envscaler_airflow.cli.cluster import cluster_options
+from envscaler_airflow.backends import backend_type
+from envscaler_airflow.backends.base import Backend, PreparesSpecs, SharesWatch
+from envscaler_airflow.cli.backends import backend_options
 from envscaler_airflow.cli.common import (
     NOT_NEGATIVE,
     not_empty,
@@ -21,7 +22,6 @@ from envscaler_airflow.cli.common import (
 from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
 from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_to_run
-from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.store.base import Store, check_store
 from envscaler_airflow.store.run import Run
@@ -38,7 +38,7 @@ from envscaler_airflow.store.run import Run
 )
 @click.option("--budget", "budget_usd", type=NOT_NEGATIVE, help="Maximum cost of the run, USD.")
 @click.option("--fresh", is_flag=True, help="Start from the beginning even if the run exists.")
-@cluster_options
+@backend_options
 @output_option
 @store_option
 def submit(
@@ -47,11 +47,11 @@ def submit(
     parameters: dict[str, str],
     inputs: dict[str, str] | None,
     store: Store,
-    backend: KubernetesBackend,
+    backend: Backend,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run the stage of a spec as a Job, and wait; Ctrl-C, TERM and HUP save and stop it.
+    """Run a stage on a backend, and wait; Ctrl-C, TERM and HUP save and stop it.
 
     The exit code is the training's own; 87 after `cancel`, 130 after Ctrl-C, 2 for an error of the command.
 
@@ -60,9 +60,10 @@ def submit(
     status, logs, cancel and report take the run's name on any machine that can reach the store.
     """
     check_store(store)
-    spec = spec_to_run(path, parameters=parameters, inputs=inputs, target="kubernetes")
+    spec = spec_to_run(path, parameters=parameters, inputs=inputs, target=backend.name)
     refuse_own_secrets(spec)
-    spec = with_image(spec, image=backend.settings.image, repository=backend.settings.image_repository)
+    if isinstance(backend, PreparesSpecs):
+        spec = backend.prepare(spec)
     name = str(options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}")
     key = shell_key(store, name, spec.name)
     stage = Stage(
@@ -73,20 +74,12 @@ def submit(
         strategy=options["strategy"],
         budget_usd=options["budget_usd"],
         restart="fresh" if options["fresh"] else "resume",
-        resolve_secret=cluster_secret,
+        resolve_secret=backend_type(backend.name).resolver(environment_secret),
     )
     if not as_json:
         click.echo(f"run: {key.prefix}")
-    backend.share_watch()  # one watch instead of a question each second
+    if isinstance(backend, SharesWatch):
+        backend.share_watch()  # one watch instead of a question each second
     run = Run(store, key, snapshots=True)
     voice = Voice(to_stderr=as_json)
     own_and_tell(Foreground(run, stage, backend, voice, shell_actor(run)), as_json=as_json)
-
-
-def cluster_secret(reference: str) -> str:
-    """Value of ``env:NAME``; ``secret:NAME/key`` stays a reference, which the pod resolves.
-
-    Raises:
-        SpecError: Another kind of reference, or the variable is not set.
-    """
-    return "" if reference.startswith("secret:") else environment_secret(reference)

@@ -7,26 +7,22 @@ from collections.abc import Callable, Mapping
 
 import click
 
-from envscaler_airflow.backends.local.volumes import mount_faults, mount_warnings
-from envscaler_airflow.cli.common import default_store_url, output_option, shell_backend
+from envscaler_airflow.backends import BackendType, all_backends
+from envscaler_airflow.cli.common import default_store_url, output_option
 from envscaler_airflow.cli.specs import spec_options, spec_registry, spec_to_run
 from envscaler_airflow.envspec import EnvSpec, spec_hash
 from envscaler_airflow.envspec.loading import load_with_sources
 from envscaler_airflow.envspec.schema import reference_text, schema_text
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.dry_run import TARGETS, cluster_offers, missing_on
-from envscaler_airflow.images.needs import local_source_faults
+from envscaler_airflow.images.dry_run import missing_on
 from envscaler_airflow.images.requirement_files import read_requirements
-from envscaler_airflow.launch import Paths, batches
-from envscaler_airflow.scaling.from_spec import speedup_warning
+from envscaler_airflow.launch import batches
 from envscaler_airflow.scaling.registry import check_policy
 
 
 @click.command("dry-run")
 @spec_options
-@click.option(
-    "--target", default="local", type=click.Choice(TARGETS), show_default=True, help="Where it would run."
-)
+@click.option("--target", default="local", show_default=True, help="A backend, docker or vm.")
 @output_option
 def dry_run(
     path: str, parameters: dict[str, str], inputs: dict[str, str] | None, target: str, *, as_json: bool
@@ -38,8 +34,9 @@ def dry_run(
 
 def tell_missing(spec: EnvSpec, target: str, *, as_json: bool) -> None:
     """Print what *target* lacks for *spec*; the command ends with 1 when it lacks anything."""
-    missing = missing_on(target, spec, store_url=None if target == "kubernetes" else default_store_url())
-    warnings = [*spec.warnings, *speedup_warnings(spec, target)]
+    missing = missing_on(target, spec, store_url=default_store_url())
+    of_backends = [warning for kind in backends_of(target) for warning in kind.warnings(spec)]
+    warnings = [*spec.warnings, *of_backends]
     if as_json:
         body = {"name": spec.name, "target": target, "missing": missing}
         click.echo(json.dumps(body | {"warnings": warnings}, indent=2))
@@ -53,17 +50,10 @@ def tell_missing(spec: EnvSpec, target: str, *, as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def speedup_warnings(spec: EnvSpec, target: str) -> list[str]:
-    """Of names in ``scaling.speedup`` that match no offer of *target*; [] where its offers are not known.
-
-    Raises:
-        BackendError: The cluster cannot be asked.
-    """
-    if spec.scaling is None or not spec.scaling.speedup or target not in ("local", "kubernetes"):
-        return []
-    offers = shell_backend().offers() if target == "local" else cluster_offers()
-    warning = speedup_warning(spec, offers)
-    return [] if warning is None else [warning]
+def backends_of(target: str | None) -> list[BackendType]:
+    """The backend that *target* names; without a target those on this machine, where a spec may run."""
+    kinds = all_backends().values()
+    return [kind for kind in kinds if (kind.is_here if target is None else kind.name == target)]
 
 
 @click.command()
@@ -94,11 +84,8 @@ def validate(
         spec = loaded.spec
         faults += _faults_of(batches, spec) + _faults_of(read_requirements, spec)
         faults += [_placed(fault, loaded.sources) for fault in _faults_of(check_policy, spec)]
-        if target in (None, "local"):
-            faults += [_placed(fault, loaded.sources) for fault in local_source_faults(spec)]
-        if target == "local":
-            here = mount_faults(Paths.of(spec), spec.entrypoint)
-            faults += [_placed(fault, loaded.sources) for fault in here]
+        for kind in backends_of(target):
+            faults += [_placed(fault, loaded.sources) for fault in kind.faults(spec)]
     except SpecError as err:
         faults = err.faults
     if as_json:
@@ -134,10 +121,9 @@ def _answer(path: str, spec: EnvSpec | None, faults: list[str]) -> dict[str, obj
 
 def _warnings(spec: EnvSpec) -> list[str]:
     """What stops nothing; also what this machine lacks where the spec may run on it."""
-    if spec.target not in (None, "local"):
-        return list(spec.warnings)
-    here = [*mount_warnings(Paths.of(spec)), *speedup_warnings(spec, "local")]
-    return [*spec.warnings, *(f"on local: {warning}" for warning in here)]
+    here = [kind for kind in backends_of(spec.target) if kind.is_here]
+    found = [f"on {kind.name}: {warning}" for kind in here for warning in kind.warnings(spec)]
+    return [*spec.warnings, *found]
 
 
 def _print(path: str, spec: EnvSpec | None, faults: list[str]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,8 +23,13 @@ from envscaler_airflow.envspec.shortforms import normalise, split_commands
 from envscaler_airflow.envspec.templates import Names, check_scripts, render
 from envscaler_airflow.envspec.validation import validate
 
-TARGETS = ("local", "docker", "kubernetes", "vm")
-"""Targets that need no overlay in the spec."""
+BACKENDS = "envscaler_airflow.backends"
+"""Entry points of backends: the name of each is a target."""
+
+
+def targets() -> tuple[str, ...]:
+    """Targets that need no overlay in the spec, sorted."""
+    return tuple(sorted({"docker", "vm", *(point.name for point in entry_points(group=BACKENDS))}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +90,8 @@ def load_with_sources(
     if not composition.documents:
         faults.raise_if_any()
     known = _known_targets(composition)
-    if target is not None and target not in known and target not in TARGETS:
-        listed = ", ".join(sorted({*known, *TARGETS}))
+    if target is not None and target not in known and target not in targets():
+        listed = ", ".join(sorted({*known, *targets()}))
         faults.add(str(path), 0, "targets", f"no target {target!r:.60}; write one of {listed}")
         faults.raise_if_any()
     resolver = _Resolver(composition, dict(parameters or {}), inputs)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowException
 
-from envscaler_airflow.backends import create_backend
+from envscaler_airflow.backends import all_backends, backend_type
 from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.clouds import Access
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.hooks.servers import access_of, extra_of
 from envscaler_airflow.hooks.settings import setting
 
 _IN_CLUSTER = ("in_cluster", "extra__kubernetes__in_cluster")
@@ -20,15 +22,19 @@ _IN_CLUSTER = ("in_cluster", "extra__kubernetes__in_cluster")
 
 
 def compute_place(compute: str, conn_id: str | None) -> str:
-    """Return ``kubernetes:ID`` for a cluster reached by a connection; otherwise the backend's name alone.
+    """Return ``kubernetes:ID`` for a backend that is opened with a connection; otherwise its name alone.
 
-    A ``kubernetes_conn_id`` in ``default_args`` is also set on stages of other backends, where it is ignored.
+    A ``conn_id`` in ``default_args`` is also set on stages of backends without connections, which ignore it.
     """
-    return f"{compute}:{conn_id}" if conn_id and compute == "kubernetes" else compute
+    kind = all_backends().get(compute) if conn_id else None
+    return f"{compute}:{conn_id}" if kind is not None and kind.conn_type else compute
 
 
 def open_backend(compute: str) -> Backend:
     """Return the backend *compute* (see :func:`compute_place`), with the settings of this deployment.
+
+    These are ``[envscaler] NAME`` (JSON) and the backend's own options there, overridden by the extra
+    ``envscaler`` (JSON) of the connection.
 
     Raises:
         SpecError: There is no backend of that name, or its settings or connection cannot be used.
@@ -36,39 +42,44 @@ def open_backend(compute: str) -> Backend:
     if not isinstance(compute, str):
         raise SpecError(f"compute: got {compute!r:.80}, expected the name of a backend")
     name, _, conn_id = compute.partition(":")
-    if name == "local":
-        root = setting("local_root")
-        return create_backend(name, {"root": Path(root)} if root else None)
-    if name == "kubernetes":
-        return create_backend(name, kubernetes_config(conn_id or None))
-    return create_backend(name)
+    kind = backend_type(name)
+    settings = _object(setting(name) or "{}", f"[envscaler] {name}")
+    settings |= {key: value for key, option in kind.options.items() if (value := setting(option))}
+    if not conn_id:
+        return kind.create(settings, None)
+    own, access = _BY_CONN_TYPE.get(kind.conn_type, _plain)(conn_id)
+    return kind.create(settings | own, access)
 
 
-def kubernetes_config(conn_id: str | None) -> dict[str, Any]:
-    """Arguments of the Kubernetes backend: ``[envscaler] kubernetes`` (JSON), overridden by the connection's.
+def _plain(conn_id: str) -> tuple[dict[str, Any], Access]:
+    """Return the settings and the credentials of a connection."""
+    connection = BaseHook.get_connection(conn_id)
+    own = extra_of(connection).get("envscaler") or {}
+    return _object(own, f"connection {conn_id}: envscaler"), access_of(connection)
 
-    A connection of the cncf.kubernetes provider gives the client. Its extra ``envscaler`` (JSON) gives
-    fields of the backend's settings, and its namespace is used. Without one: the kubeconfig, or the pod's
-    own identity if ``in_cluster`` is set.
+
+def _cluster(conn_id: str) -> tuple[dict[str, Any], Access]:
+    """Return the settings and the client of a connection of the cncf.kubernetes provider.
 
     Raises:
-        SpecError: The setting is not a JSON object, or the provider is not installed.
+        SpecError: The provider is not installed, or the connection leads nowhere.
     """
-    config = _object(setting("kubernetes") or "{}", "[envscaler] kubernetes")
-    if conn_id is None:
-        return config
     try:
         from airflow.providers.cncf.kubernetes.hooks.kubernetes import (  # noqa: PLC0415  (another provider)
             KubernetesHook,
         )
     except ImportError as err:
         raise SpecError(
-            f"kubernetes_conn_id={conn_id!r} needs apache-airflow-providers-cncf-kubernetes ({err})"
+            f"conn_id={conn_id!r}: needs apache-airflow-providers-cncf-kubernetes ({err})"
         ) from err
     hook = KubernetesHook(conn_id=conn_id)
-    config |= _object(hook.conn_extras.get("envscaler") or {}, f"connection {conn_id}: envscaler")
+    own = _object(hook.conn_extras.get("envscaler") or {}, f"connection {conn_id}: envscaler")
     namespace = hook.get_namespace()
-    return config | {"api_client": _client(hook)} | ({"namespace": namespace} if namespace else {})
+    return own | ({"namespace": namespace} if namespace else {}), Access(session=_client(hook))
+
+
+_BY_CONN_TYPE: Mapping[str, Callable[[str], tuple[dict[str, Any], Access]]] = {"kubernetes": _cluster}
+"""Readers of connections that the hook of another provider opens, by type."""
 
 
 def _client(hook: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException, A
 from envscaler_airflow.clouds import Access, price_sources
 from envscaler_airflow.clouds.base import PriceFeed
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.hooks.servers import extra_of, verify_of
+from envscaler_airflow.hooks.servers import access_of, extra_of
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -141,14 +142,8 @@ class CloudPricingHook(BaseHook):
 
     def _plain(self, connection: Connection | None) -> Access:
         """Return the fields of a connection of any other type."""
-        extra = {} if connection is None else extra_of(connection)
-        return Access(
-            login=connection.login if connection else None,
-            secret=extra.get("api_key") or (connection.password if connection else None),
-            token=extra.get("token"),
-            endpoint_url=self.endpoint_url or extra.get("endpoint_url"),
-            verify=verify_of(extra.get("verify")),
-        )
+        access = Access() if connection is None else access_of(connection)
+        return replace(access, endpoint_url=self.endpoint_url or access.endpoint_url)
 
     def _connection(self) -> Connection | None:
         """Return the connection; None, for the machine's own identity, if the default one does not exist."""

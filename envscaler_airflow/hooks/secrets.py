@@ -37,15 +37,6 @@ def resolve_secret(reference: str) -> str:
     return value
 
 
-def resolve_unmounted(reference: str) -> str:
-    """Resolve *reference* for Kubernetes, except ``secret:NAME/key``, which the pod reads from the cluster.
-
-    Raises:
-        SpecError: As :func:`resolve_secret`, for the other kinds.
-    """
-    return "" if reference.startswith("secret:") else resolve_secret(reference)
-
-
 def _from_env(reference: Reference) -> str | None:
     return os.environ.get(reference.name)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from envscaler_airflow.clouds import Access
 from envscaler_airflow.errors import SpecError
 
 _SCHEMES = ("http", "https")
@@ -120,6 +121,22 @@ def extra_of(connection: Any) -> dict[str, Any]:
         raise SpecError(f"{name}: its extra is not a JSON object")
     filled = {str(key): value for key, value in extra.items() if value not in (None, "")}
     return {key: verify_of(value) if key == "verify" else object_of(value) for key, value in filled.items()}
+
+
+def access_of(connection: Any) -> Access:
+    """Return the login, key and endpoint of *connection*; extras ``api_key``, ``token`` and ``verify`` too.
+
+    Raises:
+        SpecError: Its extra is not a JSON object.
+    """
+    extra = extra_of(connection)
+    return Access(
+        login=connection.login,
+        secret=extra.get("api_key") or connection.password,
+        token=extra.get("token"),
+        endpoint_url=extra.get("endpoint_url"),
+        verify=verify_of(extra.get("verify")),
+    )
 
 
 def _scheme(conn_type: object, schema: str) -> str:

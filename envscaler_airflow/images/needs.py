@@ -258,8 +258,6 @@ def local_source_faults(spec: EnvSpec) -> list[str]:
 
     ``dry-run`` checks object stores of the extras, because another machine may have the extra.
     """
-    if (spec.target or "local") != "local":
-        return []
     found = []
     for index, volume in enumerate(spec.volumes):
         if volume.kind == "hdfs" and not _has_module("pyarrow"):

@@ -14,7 +14,7 @@ from envscaler_airflow.launch import batches
 
 RENDERINGS = ("conda", "venv", "dockerfile", "vm")
 """Targets that :func:`render` takes."""
-VARIANTS = {"dockerfile": "docker", "kubernetes": "kubernetes", "vm": "vm", "venv": "local", "conda": "local"}
+VARIANTS = {"dockerfile": "docker", "vm": "vm", "venv": "local", "conda": "local"}
 """The spec's target overlay that a rendering uses."""
 
 

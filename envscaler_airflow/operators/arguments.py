@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import timezone
 from airflow.sdk._shared.secrets_masker import redact
 
-from envscaler_airflow.backends import BACKENDS
-from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends import all_backends, backend_names
+from envscaler_airflow.backends.base import Backend, PreparesSpecs
 from envscaler_airflow.envspec import load_spec, spec_params
 from envscaler_airflow.envspec.literals import has_userinfo
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.envspec.secrets import REFERENCE_FORMS
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.hooks.secrets import resolve_secret, resolve_unmounted
+from envscaler_airflow.hooks.secrets import resolve_secret
 from envscaler_airflow.hooks.settings import StorePlace, store_place
 from envscaler_airflow.images.spec_registry import SpecRegistry
-from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.operators.params import RESTART, RESTARTS
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning import STRATEGIES
@@ -156,7 +154,7 @@ def check_literals(operator: Any) -> None:
 def _faults(operator: Any) -> Iterator[str]:
     checks: dict[str, Callable[[], object]] = {
         "strategy": lambda: word("strategy", operator.strategy, STRATEGIES),
-        "compute": lambda: word("compute", operator.compute, BACKENDS),
+        "compute": lambda: word("compute", operator.compute, backend_names()),
         "restart": lambda: word("restart", operator.restart or "resume", RESTARTS),
         "budget_usd": lambda: usd("budget_usd", operator.budget_usd),
         "value_of_hour": lambda: usd("value_of_hour", operator.value_of_hour),
@@ -248,9 +246,8 @@ def _asked_anew(
     target = operator.target or operator.compute
     _refuse_masked({"parameters": parameters, "inputs": inputs})
     spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=registry)
-    if isinstance(backend, KubernetesBackend):
-        settings = backend.settings
-        spec = with_image(spec, image=settings.image, repository=settings.image_repository)
+    if isinstance(backend, PreparesSpecs):
+        spec = backend.prepare(spec)
     check_policy(spec)
     _mask_references(spec, operator)
     _refuse_masked(spec.to_dict())
@@ -325,7 +322,8 @@ def _mask_references(spec: EnvSpec, operator: EnvStageOperator) -> None:
 
 
 def _resolver(operator: EnvStageOperator) -> Callable[[str], str]:
-    return resolve_unmounted if operator.compute == "kubernetes" else resolve_secret
+    kind = all_backends().get(operator.compute)
+    return resolve_secret if kind is None else kind.resolver(resolve_secret)
 
 
 def _refuse_masked(body: Mapping[str, Any]) -> None:

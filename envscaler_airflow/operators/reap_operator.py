@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseOperator
 
-from envscaler_airflow.errors import SpecError
-
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
@@ -16,27 +14,30 @@ if TYPE_CHECKING:
 
 
 class ReapOperator(BaseOperator):
-    """Ends and removes orphaned Jobs on a cluster; schedule it, for example every hour.
+    """Ends and removes orphaned attempts of a backend; schedule it, for example every hour.
 
     Most stages end without it: a killed task asks its attempt to stop, and an attempt whose owner is
     silent ends by its lease. This operator removes what is left if neither worked, and asks Airflow for the
-    state of this deployment's tasks. It leaves a Job alone for its first 15 minutes. Pushes what it removed.
+    state of this deployment's tasks. It leaves an attempt alone for its first 15 minutes. Pushes what it
+    removed.
 
     Args:
-        kubernetes_conn_id: Connection of the cncf.kubernetes provider; if not given, the kubeconfig.
+        compute: Backend, one that can list what runs on it.
+        conn_id: Connection of the backend; for ``kubernetes``, the kubeconfig if not given.
         store_url: Run store, instead of the connection's or ``[envscaler] store_url``.
         store_conn_id: Connection of type ``envscaler_store``.
-        grace_s: Seconds that pods may take to end.
+        grace_s: Seconds that nodes may take to end.
         dry_run: If True, only report what would be removed.
     """
 
-    template_fields: Sequence[str] = ("kubernetes_conn_id", "store_url", "store_conn_id")
+    template_fields: Sequence[str] = ("compute", "conn_id", "store_url", "store_conn_id")
     ui_color = "#e8f3ec"
 
     def __init__(
         self,
         *,
-        kubernetes_conn_id: str | None = None,
+        compute: str = "kubernetes",
+        conn_id: str | None = None,
         store_url: str | None = None,
         store_conn_id: str | None = None,
         grace_s: float = 30.0,
@@ -45,28 +46,24 @@ class ReapOperator(BaseOperator):
     ) -> None:
         """Keep the arguments; parsing the DAG file requests nothing."""
         super().__init__(**kwargs)
-        self.kubernetes_conn_id = kubernetes_conn_id
+        self.compute = compute
+        self.conn_id = conn_id
         self.store_url = store_url
         self.store_conn_id = store_conn_id
         self.grace_s = grace_s
         self.only_say = dry_run
 
     def execute(self, context: Context) -> list[dict[str, str]]:
-        """Return the names of the removed Jobs, and why they were removed."""
+        """Return the names of what was removed, and why."""
         del context
-        from envscaler_airflow.backends.kubernetes import (  # noqa: PLC0415  (DAG files do without)
-            KubernetesBackend,
-        )
-        from envscaler_airflow.hooks.compute import compute_place, open_backend  # noqa: PLC0415  (as above)
+        from envscaler_airflow.hooks.compute import compute_place, open_backend  # noqa: PLC0415  (DAG files do without)
         from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (as above)
         from envscaler_airflow.hooks.states import why_over  # noqa: PLC0415  (as above)
         from envscaler_airflow.owner.reap import reap  # noqa: PLC0415  (as above)
 
         place = store_place(self.store_url, self.store_conn_id)
         store = place.open()
-        backend = open_backend(compute_place("kubernetes", self.kubernetes_conn_id))
-        if not isinstance(backend, KubernetesBackend):
-            raise SpecError(f"compute 'kubernetes' is {type(backend).__name__} here, which cannot be reaped")
+        backend = open_backend(compute_place(self.compute, self.conn_id))
         deployment = place.deployment(store)
 
         def over(key: RunKey) -> str | None:
@@ -74,7 +71,7 @@ class ReapOperator(BaseOperator):
 
         gone = []
         for orphan in reap(store, backend, task_is_over=over, grace_s=self.grace_s, dry_run=self.only_say):
-            self.log.info("job=%s reason=%r", orphan.handle.name, orphan.reason)
-            gone.append({"job": orphan.handle.name, "run": orphan.prefix, "reason": orphan.reason})
+            self.log.info("attempt=%s reason=%r", orphan.handle.name, orphan.reason)
+            gone.append({"attempt": orphan.handle.name, "run": orphan.prefix, "reason": orphan.reason})
         self.log.info("%d %s", len(gone), "would go" if self.only_say else "gone")
         return gone

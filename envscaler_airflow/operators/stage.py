@@ -26,19 +26,19 @@ MAX_TRIGGER_FAILURES = 3
 """Trigger failures that one try survives. Chosen: a deployment of a broken triggerer is noticed."""
 
 
-class _OnCluster(BaseOperator):
-    """Takes arguments only for stages on a cluster, so that a stage's own arguments fit every backend.
+class _Connected(BaseOperator):
+    """Takes the argument that only some backends need, so that a stage's own arguments fit every backend.
 
     A separate class instead of ``kwargs.pop``: Airflow fills in ``default_args`` and checks ``partial`` by
     signatures.
     """
 
-    def __init__(self, *, kubernetes_conn_id: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, conn_id: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.kubernetes_conn_id = kubernetes_conn_id
+        self.conn_id = conn_id
 
 
-class EnvStageOperator(_OnCluster):
+class EnvStageOperator(_Connected):
     """Runs one stage from its spec, on the machine with the lowest expected cost, counting your time.
 
     The task is deferred while the stage runs. A retry, a worker that dies and a restarted triggerer
@@ -48,9 +48,9 @@ class EnvStageOperator(_OnCluster):
         spec: Path of the spec, relative to the DAG file.
         parameters: Values that override the spec's defaults and DAG params of the same names.
         inputs: Name to URI of what earlier stages made, usually ``other.output["name"]``.
-        compute: Backend: ``local`` or ``kubernetes``.
-        kubernetes_conn_id: Connection of the cncf.kubernetes provider, for ``compute="kubernetes"``; if
-            not given, the kubeconfig.
+        compute: Backend: ``local``, ``kubernetes``, or one from another package.
+        conn_id: Connection of the backend, for ``kubernetes`` of the cncf.kubernetes provider; if not given,
+            the kubeconfig. Backends without connections ignore it.
         target: Variant of the spec; the backend's name if not given.
         strategy: ``balanced``, ``cost``, ``performance`` or ``deadline``.
         value_of_hour: USD that an hour of waiting costs; if not given, the strategy's.
@@ -68,7 +68,7 @@ class EnvStageOperator(_OnCluster):
         "parameters",
         "inputs",
         "compute",
-        "kubernetes_conn_id",
+        "conn_id",
         "target",
         "strategy",
         "value_of_hour",
@@ -136,7 +136,7 @@ class EnvStageOperator(_OnCluster):
         """Return backend and connection in one text, as triggers store it."""
         from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
 
-        return compute_place(self.compute, self.kubernetes_conn_id)
+        return compute_place(self.compute, self.conn_id)
 
     def prepare_template(self) -> None:
         """Refuse literals that can only be wrong, when the scheduler parses the DAG file.
@@ -307,7 +307,7 @@ class EnvStageOperator(_OnCluster):
         if kept != (self.compute_place, self.store_url, self.store_conn_id):
             self.log.warning("compute or store were edited since the stage began; it stays with %s", kept)
         self.compute, _, conn_id = kept[0].partition(":")
-        self.kubernetes_conn_id = conn_id or None
+        self.conn_id = conn_id or None
         self.store_url, self.store_conn_id = kept[1:]
 
     def _time_left(self, context: Context) -> timedelta | None:

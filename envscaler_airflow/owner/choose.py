@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from envscaler_agent.protocol import SCHEMA
+from envscaler_airflow.backends import has_image, shares_nodes
 from envscaler_airflow.clouds import schemes, tariffs
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.resources import GIB, default_limit_bytes
@@ -90,14 +91,14 @@ def _software_fault(spec: EnvSpec) -> Callable[[Offer], str | None]:
     """Return a function that explains why the stage's packages cannot use an offer's GPUs; None if unknown.
 
     Uses only what is frozen: a requirements file may have changed or become unreachable since the run began.
-    Stages on this machine are not checked: its own environment contains other packages.
+    Stages that run in a machine's own environment are not checked: it contains other packages.
     """
     runtime = next(iter(spec.runtimes), None)
     is_known = runtime is None or runtime.requirements is None
     of_gpu = software_faults(spec, Packages(runtime)) if is_known else None
 
     def told(offer: Offer) -> str | None:
-        if of_gpu is None or offer.gpu_name is None or offer.cloud == "local":
+        if of_gpu is None or offer.gpu_name is None or not has_image(offer.cloud):
             return None
         return of_gpu(offer.gpu_name)
 
@@ -195,8 +196,9 @@ def memory_limit_bytes(spec: EnvSpec, last: AttemptState | None) -> int | None:
     limit = last.memory_bytes or stated.limits.memory_bytes
     if limit is not None:
         return min(limit, share_bytes)
-    is_of_cluster = last.allocation.offer.cloud == "kubernetes"  # elsewhere no pod shares the machine
-    return default_limit_bytes(stated.requests.memory_bytes, share_bytes) if is_of_cluster else share_bytes
+    if not shares_nodes(last.allocation.offer.cloud):
+        return share_bytes
+    return default_limit_bytes(stated.requests.memory_bytes, share_bytes)
 
 
 def least_memory_bytes(allocation: Allocation) -> int:

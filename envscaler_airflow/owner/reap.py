@@ -1,68 +1,113 @@
-"""End and remove orphaned Jobs: for a shell, and for an Airflow task that runs from time to time."""
+"""End and remove orphaned attempts: for a shell, and for an Airflow task that runs from time to time."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
-from envscaler_airflow.backends.kubernetes.orphans import Orphan, orphans
-from envscaler_airflow.errors import BackendError, ProtocolError
+from envscaler_airflow.backends.base import Backend, Leftover, ListsLeftovers
+from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.owner.foreground import close
 from envscaler_airflow.owner.request import kill_quietly
-from envscaler_airflow.run import RunState
+from envscaler_airflow.run import Handle, RunState
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)
 
+YOUNG_S = 900.0
+"""Minimum age of an orphan, seconds. Chosen: an owner records a new attempt within one execution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A part of an attempt without an owner.
+
+    Attributes:
+        part: As the backend lists it.
+        reason: Human-readable reason.
+        is_live: True for the live attempt of its run, whose owner has ended: it may still save.
+    """
+
+    part: Leftover
+    reason: str
+    is_live: bool = False
+
+    @property
+    def handle(self) -> Handle:
+        """Handle of the part."""
+        return self.part.handle
+
+    @property
+    def prefix(self) -> str:
+        """Folder of its run in the store."""
+        return self.part.prefix
+
 
 def reap(
     store: Store,
-    backend: KubernetesBackend,
+    backend: Backend,
     *,
     task_is_over: Callable[[RunKey], str | None] = lambda _key: None,
     grace_s: float = 30.0,
     dry_run: bool = False,
 ) -> Iterator[Orphan]:
-    """Remove Jobs of the backend's namespace that no live run of *store* owns; yields each.
+    """Remove what runs on *backend* and no live run of *store* owns; yields each.
 
-    A Job is left alone for its first 15 minutes, if it belongs to another store, and if its run cannot be
+    It is left alone for its first 15 minutes, if it belongs to another store, and if its run cannot be
     identified. If the task of a live attempt is over, the attempt is asked to save and stop, as by a kill; a
-    later call removes its Job.
+    later call removes it.
 
     Args:
         store: Run store.
-        backend: Of the namespace.
+        backend: Of the runs.
         task_is_over: Why the task of a run will not return to it; None if it may, or if that is unknown.
-        grace_s: Seconds that pods may take to end.
+        grace_s: Seconds that nodes may take to end.
         dry_run: If True, only yield the orphans.
 
     Raises:
+        SpecError: The backend cannot list what runs on it.
         StoreError: The store cannot be read.
-        BackendError: The API server does not answer, or does not report the time.
+        BackendError: The backend does not answer, or does not report the time.
     """
-    answer = backend.cluster.list(names.jobs(backend.namespace), {"limit": 1})
-    if answer.server_time is None:
-        raise BackendError("the API server does not tell the time: ages cannot be known")
-
-    def ownerless(prefix: str) -> str | None:
-        try:
-            return task_is_over(Run(store, prefix).key())
-        except ProtocolError:  # the folder contains no key, or another run's
-            return None
-
-    for orphan in orphans(
-        backend,
-        store.url,
-        lambda prefix: _state(Run(store, prefix)),
-        server_time=answer.server_time,
-        ownerless=ownerless,
-    ):
-        if not dry_run:
+    if not isinstance(backend, ListsLeftovers):
+        raise SpecError(f"compute={backend.name!r}: it cannot list what runs there, so nothing can be reaped")
+    for part in backend.leftovers(store.url):
+        orphan = _judged(store, part, task_is_over) if part.age_s >= YOUNG_S else None
+        if orphan is not None and not dry_run:
             _end(Run(store, orphan.prefix), backend, orphan, grace_s)
-        yield orphan
+        if orphan is not None:
+            yield orphan
+
+
+def _judged(store: Store, part: Leftover, task_is_over: Callable[[RunKey], str | None]) -> Orphan | None:
+    """The orphan that *part* is; None if its run owns it, or that is unknown."""
+    try:
+        reason = _why(part, _state(Run(store, part.prefix)))
+    except ProtocolError as err:
+        log.warning("attempt=%s left alone: %s", part.handle.name, err)
+        return None
+    if reason is not None:
+        return Orphan(part, reason)
+    try:
+        reason = task_is_over(Run(store, part.prefix).key())
+    except ProtocolError:  # the folder contains no key, or another run's
+        return None
+    return None if reason is None else Orphan(part, reason, is_live=True)
+
+
+def _why(part: Leftover, state: RunState | None) -> str | None:
+    """Why *part* is orphaned; None when it is of the live attempt of its run."""
+    if state is None or not state.generation:
+        return "its run is not in the store"
+    live = state.live
+    if live is None:
+        return f"its run has no live attempt ({state.status})"
+    if (live.generation, live.number) != (part.generation, part.attempt):
+        return f"its run goes on with attempt {live.number} of generation {live.generation}"
+    return None
 
 
 def _state(run: Run) -> RunState | None:
@@ -82,24 +127,24 @@ def _state(run: Run) -> RunState | None:
     return None
 
 
-def _end(run: Run, backend: KubernetesBackend, orphan: Orphan, grace_s: float) -> None:
-    if orphan.is_live and orphan.runs:
+def _end(run: Run, backend: Backend, orphan: Orphan, grace_s: float) -> None:
+    if orphan.is_live and orphan.part.runs:
         state = _state(run)
         owner = state.owner.ti_id if state is not None and state.owner is not None else ""
         asked = kill_quietly(run, backend, ti_id=owner, reason=orphan.reason)
         if asked and state is not None and state.live is not None and state.live.handle is None:
             backend.stop(orphan.handle, grace_s=grace_s)  # its owner died before it could record the start
         return
-    if orphan.runs:
+    if orphan.part.runs:
         backend.stop(orphan.handle, grace_s=grace_s)
     elif orphan.is_live:
         _record(run, backend)
-    uid = str(orphan.handle.details["uid"])
-    backend.cluster.delete(names.jobs(backend.namespace, orphan.handle.name), uid=uid)
+    assert isinstance(backend, ListsLeftovers)
+    backend.remove(orphan.handle)
 
 
-def _record(run: Run, backend: KubernetesBackend) -> None:
-    """Record how the attempt ended and what it cost, before its Job is removed."""
+def _record(run: Run, backend: Backend) -> None:
+    """Record how the attempt ended and what it cost, before it is removed."""
     state = _state(run)
     owner = state.owner if state is not None else None
     if owner is None:

@@ -217,7 +217,7 @@ class ScalingSensor(BaseSensorOperator):
         from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
 
         compute = self.compute or self._of_stage("compute", context) or "local"
-        return compute_place(compute, self._of_stage("kubernetes_conn_id", context))
+        return compute_place(compute, self._of_stage("conn_id", context))
 
     def _ask(self, context: Context, event: Mapping[str, Any]) -> None:
         """Append the request, unless one is under way or the attempt has changed since."""

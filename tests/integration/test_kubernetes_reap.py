@@ -13,8 +13,8 @@ from integration.kubernetes.rig import eventually, running
 from envscaler_airflow import ReapOperator
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
-from envscaler_airflow.backends.kubernetes import orphans as reap_module
 from envscaler_airflow.hooks import states
+from envscaler_airflow.owner import reap as reap_module
 from envscaler_airflow.owner.reap import reap
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
@@ -133,7 +133,7 @@ def test_the_operator_asks_airflow_for_tasks_of_its_own_deployment(world, monkey
 
     found = ReapOperator(task_id="reap").execute(SimpleNamespace())
 
-    assert found == [{"job": gone, "run": GONE.prefix, "reason": "its task is removed in Airflow"}]
+    assert found == [{"attempt": gone, "run": GONE.prefix, "reason": "its task is removed in Airflow"}]
     assert sorted(asked) == [("dag", "gone", "train", -1), ("dag", "good", "train", -1)]
     eventually(world.live, lambda live: live == {good, other})
 

@@ -7,11 +7,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, ResizeState
+from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, Leftover, ResizeState
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError, connect, located
+from envscaler_airflow.backends.kubernetes.client import Answer, Cluster, Json, RefusedError, connect, located
 from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers, free_nodes, shortfall
-from envscaler_airflow.backends.kubernetes.handles import Part, attempts_of, handle_of, marks_of, parts_of
+from envscaler_airflow.backends.kubernetes.handles import (
+    Part,
+    attempts_of,
+    handle_of,
+    is_of,
+    is_released,
+    is_started,
+    leftovers_of,
+    marks_of,
+    parts_of,
+)
 from envscaler_airflow.backends.kubernetes.in_place import (
     ask,
     free_lost,
@@ -31,26 +41,31 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     Seen,
     index_of,
     job_end,
+    job_of,
     stop_asked,
 )
 from envscaler_airflow.backends.kubernetes.job_usage import came_late, usage_of
 from envscaler_airflow.backends.kubernetes.manifests import (
     MAIN,
+    job_artefact,
     render_attempt,
     render_parts,
     secret_object,
 )
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for
-from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S
+from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S, any_node
 from envscaler_airflow.backends.kubernetes.security import OF_STORE
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
+from envscaler_airflow.images.stage_image import with_image
 from envscaler_airflow.run import Handle, Outcome, outcome_of
 from envscaler_airflow.run.cost import UsageInterval
 
 if TYPE_CHECKING:
+    from envscaler_airflow.envspec.models import EnvSpec
+    from envscaler_airflow.images.artefacts import Artefact
     from envscaler_airflow.planning.offers import Offer
 
 SETTLE_S = 5.0
@@ -125,6 +140,18 @@ class KubernetesBackend:
         """Context, kubeconfig and namespace, at this time; {} for a client that a hook made."""
         return {} if self._api is not None else {**located(**self._where), "namespace": self.namespace}
 
+    def prepare(self, spec: EnvSpec) -> EnvSpec:
+        """*spec* with the image of its pods. Raises SpecError if neither spec nor settings name one."""
+        return with_image(spec, image=self.settings.image, repository=self.settings.image_repository)
+
+    def sample_offer(self, spec: EnvSpec) -> Offer:
+        """An offer of any nodes that have what *spec* requests; the cluster is not asked."""
+        return any_node(spec.resources.alternatives[0], self.settings, is_spot=spec.capacity == "spot")
+
+    def artefacts(self, request: AttemptRequest) -> list[Artefact]:
+        """``job.yaml``: what ``submit`` sends where the cluster has no CSI driver for buckets."""
+        return [job_artefact(request, self.settings)]
+
     def share_watch(self) -> None:
         """Use this process's shared watch on the namespace from now on."""
         self._watches = True
@@ -174,7 +201,7 @@ class KubernetesBackend:
         try:
             pods = self.cluster.list(names.all_pods()).body["items"]
             freed = {(part.namespace, part.name) for part in self._parts(without)} if without else set()
-            pods = [pod for pod in pods if _job_of(pod) not in freed]
+            pods = [pod for pod in pods if job_of(pod) not in freed]
             return free_nodes(offers, self._nodes(), pods, self.settings)
         except RefusedError as err:
             if err.status != 403 or err.transient:
@@ -245,32 +272,42 @@ class KubernetesBackend:
         """The handle when the attempt was started and is not released, else None."""
         marks = marks_of(request, self.namespace)
         found = [self._read(mark["metadata"]["name"]) for mark in marks]
-        jobs = [job if job is not None and _is_of(job, request) else None for job in found]
+        jobs = [job if job is not None and is_of(job, request) else None for job in found]
         there = [job for job in jobs if job is not None]
-        if not any(_is_started(job) for job in there) or all(_is_released(job) for job in there):
+        if not any(is_started(job) for job in there) or all(is_released(job) for job in there):
             return None
         pairs = zip(marks, jobs, strict=True)
         return handle_of([job or gone(self.cluster, mark, there[0]) for mark, job in pairs])
 
     def attempts(self) -> Iterator[Handle]:
         """Every attempt of this namespace that is not released."""
-        for jobs in attempts_of(job for job in self.jobs() if not _is_released(job)):
+        for jobs in attempts_of(job for job in self.jobs() if not is_released(job)):
             yield handle_of(jobs)
 
     def jobs(self) -> list[Json]:
         """Every Job of this backend in the namespace, as the API server returns it."""
-        query = {"labelSelector": f"{names.MANAGED_BY}={names.MANAGER},{names.RUN}"}
-        return list(self.cluster.list(names.jobs(self.namespace), query).body["items"])
+        return list(self._list_jobs().body["items"])
+
+    def _list_jobs(self) -> Answer:
+        return self.cluster.list(names.jobs(self.namespace), {"labelSelector": names.OURS})
+
+    def leftovers(self, store_url: str) -> Iterator[Leftover]:
+        """Every Job of that store that is not released. Raises BackendError."""
+        return leftovers_of(self._list_jobs(), store_url)
+
+    def remove(self, handle: Handle) -> None:
+        """Delete the Jobs of *handle*, their pods with them. Raises BackendError."""
+        self._take_back(handle)
 
     def _existing(self, request: AttemptRequest, name: str) -> Json | None:
         job = self._read(name)
         if job is None:
             return None
-        if not _is_of(job, request):
+        if not is_of(job, request):
             raise BackendError(
                 f"Job {self.namespace}/{name} is not of this run; remove it, or use another namespace"
             )
-        if _is_released(job):
+        if is_released(job):
             raise BackendError(f"{name}: this attempt has ended and was released")
         return job
 
@@ -552,7 +589,7 @@ class KubernetesBackend:
 
 def _may_start(job: Json) -> bool:
     """True for a Job whose start was interrupted, or that was just created."""
-    return not _is_started(job) and job_end(job) is None and stop_asked(job) is None
+    return not is_started(job) and job_end(job) is None and stop_asked(job) is None
 
 
 def error_of(row: Outcome) -> type[CapacityError | NoOfferError | SpecError]:
@@ -560,27 +597,3 @@ def error_of(row: Outcome) -> type[CapacityError | NoOfferError | SpecError]:
     if row.is_final:
         return SpecError
     return CapacityError if row.caused_by == "platform" else NoOfferError
-
-
-def _is_of(job: Json, request: AttemptRequest) -> bool:
-    labels = job["metadata"].get("labels") or {}
-    expected = names.labels_of(request)
-    return all(
-        labels.get(key) == expected[key]
-        for key in (names.MANAGED_BY, names.RUN, names.GENERATION, names.ATTEMPT)
-    )
-
-
-def _is_started(job: Json) -> bool:
-    """True when its pods may be created: it is not suspended, or its queue decides."""
-    return (job["metadata"].get("annotations") or {}).get(names.READY) == "true"
-
-
-def _is_released(job: Json) -> bool:
-    return (job["metadata"].get("labels") or {}).get(names.RELEASED) == "true"
-
-
-def _job_of(pod: Json) -> tuple[str, str]:
-    """Namespace and Job of *pod*; "" means without a Job."""
-    labels = pod["metadata"].get("labels") or {}
-    return pod["metadata"].get("namespace", ""), labels.get(names.JOB_NAME, "")

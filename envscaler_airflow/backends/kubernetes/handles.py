@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.backends.base import AttemptRequest, Leftover
 from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.client import Answer
+from envscaler_airflow.backends.kubernetes.job_snapshot import job_end, timestamp
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.run import Handle
 
@@ -114,3 +116,49 @@ def attempts_of(jobs: Iterable[Json]) -> list[list[Json]]:
 def _attempt(job: Json) -> tuple[str, ...]:
     labels = job["metadata"].get("labels") or {}
     return tuple(str(labels.get(name)) for name in (names.RUN, names.GENERATION, names.ATTEMPT))
+
+
+def is_of(job: Json, request: AttemptRequest) -> bool:
+    """True when *job* is of the attempt that *request* starts."""
+    labels = job["metadata"].get("labels") or {}
+    expected = names.labels_of(request)
+    return all(
+        labels.get(key) == expected[key]
+        for key in (names.MANAGED_BY, names.RUN, names.GENERATION, names.ATTEMPT)
+    )
+
+
+def is_started(job: Json) -> bool:
+    """True when its pods may be created: it is not suspended, or its queue decides."""
+    return (job["metadata"].get("annotations") or {}).get(names.READY) == "true"
+
+
+def is_released(job: Json) -> bool:
+    """True when its attempt was released; the Job stays for a while as a tombstone."""
+    return (job["metadata"].get("labels") or {}).get(names.RELEASED) == "true"
+
+
+def leftovers_of(answer: Answer, store_url: str) -> Iterator[Leftover]:
+    """Each Job of *answer* that is of a run of that store, and not released.
+
+    Jobs of other stores are skipped: their runs cannot be read here.
+
+    Raises:
+        BackendError: The API server does not report the time.
+    """
+    if answer.server_time is None:
+        raise BackendError("the API server does not tell the time: ages cannot be known")
+    for job in answer.body["items"]:
+        metadata = job["metadata"]
+        annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
+        born = timestamp(metadata["creationTimestamp"])
+        if annotations.get(names.STORE) != store_url or is_released(job) or born is None:
+            continue
+        yield Leftover(
+            handle_of([job]),
+            prefix=str(annotations.get(names.PREFIX)),
+            generation=int(labels[names.GENERATION]),
+            attempt=int(labels[names.ATTEMPT]),
+            age_s=answer.server_time - born,
+            runs=job_end(job) is None,
+        )

@@ -125,3 +125,9 @@ def is_about(event: Json, body: Json) -> bool:
     """True when *event* is about the object *body*."""
     involved = event.get("involvedObject") or event.get("regarding") or {}
     return bool(involved.get("uid") == body["metadata"].get("uid"))
+
+
+def job_of(pod: Json) -> tuple[str, str]:
+    """Namespace and Job of *pod*; "" means without a Job."""
+    labels = pod["metadata"].get("labels") or {}
+    return pod["metadata"].get("namespace", ""), labels.get(names.JOB_NAME, "")

@@ -23,6 +23,7 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.envspec.resources import Resources, default_limit_bytes
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.launch import Launch
 from envscaler_airflow.planning.offers import AllocationPart, Offer
 from envscaler_airflow.run import outcome_of
@@ -105,6 +106,23 @@ def render_attempt(
     if len(parts) == 1:
         return parts[0]
     return {"name": parts[0]["name"], "namespace": settings.namespace, "parts": parts}
+
+
+def job_artefact(request: AttemptRequest, settings: Settings) -> Artefact:
+    """``job.yaml`` of an attempt on one offer, with a comment on what is decided when it is sent.
+
+    Raises:
+        SpecError: It requests something that no pod can have.
+    """
+    (part,) = render_parts(request, settings)
+    keys = ", ".join(part["secret_keys"])
+    notes = [
+        f"What `envscaler submit` sends for attempt {request.attempt} of {request.run_prefix}.",
+        "submit also chooses the nodes, and makes the Job the owner of the other objects.",
+        *([f"submit also creates the Secret {part['name']} with {keys}."] if keys else []),
+    ]
+    documents = [*part.get("claims", ()), part["config_map"], part["job"]]
+    return Artefact("job.yaml", comment(notes) + yaml_text(*documents))
 
 
 def render_parts(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from envscaler_airflow.backends.base import SIDECAR_IMAGE
 from envscaler_airflow.catalog.accelerators import is_gpu_resource
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import SpecError
@@ -66,10 +67,6 @@ class NodeClass(BaseModel):
             price_source="cluster_prices of the configuration" if self.usd_per_hour is not None else "",
             arch=self.arch,
         )
-
-
-SIDECAR_IMAGE = "envscaler/sidecar:latest"
-"""Name of the sidecar image where no other is given."""
 
 
 class Settings(BaseModel):

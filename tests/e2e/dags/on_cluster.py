@@ -8,7 +8,7 @@ from airflow.sdk import DAG
 
 from envscaler_airflow import EnvStageOperator, ScalingSensor, spec_params
 
-ARGS = {"kubernetes_conn_id": "cluster", "retry_delay": timedelta(seconds=1)}
+ARGS = {"conn_id": "cluster", "retry_delay": timedelta(seconds=1)}
 
 with DAG("on_cluster", schedule=None, default_args=ARGS, params=spec_params("envs/on_cluster.yaml")):
     EnvStageOperator(task_id="train", spec="envs/on_cluster.yaml", compute="kubernetes", poll_interval=1)

@@ -18,4 +18,4 @@ with DAG(
     doc_md=__doc__,
     tags=["example"],
 ):
-    ReapOperator(task_id="reap", kubernetes_conn_id="kubernetes_default", retries=2)
+    ReapOperator(task_id="reap", conn_id="kubernetes_default", retries=2)

@@ -10,10 +10,8 @@ from integration.kubernetes.rig import OFFER, eventually, ours, over, request_fo
 
 from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.kubernetes import client, names
-from envscaler_airflow.backends.kubernetes.orphans import orphans
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.run import RunState
 
 
 def test_with_its_job_everything_goes(cluster, connect):
@@ -467,22 +465,18 @@ def test_a_pod_on_a_silent_node_is_lost_and_then_made_again(cluster, connect, mo
     running(backend, handle)
 
 
-def test_reap_finds_what_no_run_owns(cluster, connect, monkeypatch):
-    """An old pod of this store that does not belong to the live attempt of its run."""
+def test_leftovers_are_the_jobs_of_this_store_with_their_age(cluster, connect, monkeypatch):
+    """Until they are released; Jobs of another store are not read."""
     backend = connect()
     handle = backend.submit(request_for())
     backend.submit(request_for(store_url="file:///other"))
-    now = cluster.clock.now()
+    monkeypatch.setattr(client, "_date", lambda _text: cluster.clock.now() + 3600)
 
-    def found(age, state):
-        return [
-            one.handle.name
-            for one in orphans(backend, "file:///store", lambda _prefix: state, server_time=now + age)
-        ]
+    [found] = backend.leftovers("file:///store")
 
-    assert found(60, None) == []
-    assert found(3600, None) == [handle.name]
-    assert found(3600, RunState(generation=1, status="failed")) == [handle.name]
+    assert (found.handle.name, found.generation, found.attempt, found.runs) == (handle.name, 1, 1, True)
+    assert found.prefix == request_for().run_prefix
+    assert 3600 <= found.age_s < 3700
 
 
 def test_what_has_another_uid_by_now_is_left_alone(cluster, connect, monkeypatch):

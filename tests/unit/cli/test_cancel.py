@@ -25,8 +25,7 @@ ON_CLUSTER = replace(SMALL, offer=replace(SMALL.offer, cloud="kubernetes"))
 )
 def test_the_machines_of_an_intent_are_looked_for_where_it_was_to_start(tmp_path, monkeypatch, events, name):
     """Its owner may have started it and died before it could record the start (A4)."""
-    monkeypatch.setattr(cancel, "create_backend", lambda kind, _settings: kind)
-    monkeypatch.setattr(cancel, "shell_backend", lambda: "local")
+    monkeypatch.setattr(cancel, "shell_backend", lambda kind, given: kind)
     asked = cancel._Cancel(Run(FileStore(tmp_path), "shell/shell/one/train/-1"), print)
 
     assert asked._backend_of(run(*events)) == name

@@ -45,7 +45,7 @@ def shell(tmp_path, monkeypatch):
         ("plan --nodes n.json", "'n.json': no such file; `kubectl get nodes -o json > n.json` writes it"),
         ("plan --offers o.csv", "o.csv: cannot be read (No such file or directory); write the path of"),
         ("run --locked l.json", "--locked l.json: no such file; `envscaler build --lock l.json` writes it"),
-        ("run --target kubernetes", "run is for this machine; write `envscaler submit` for a cluster"),
+        ("run --target kubernetes", "run is for this machine; write `envscaler submit --backend kubernetes`"),
         ("kubernetes rbac --namespace Bad_NS", "--namespace: Kubernetes refuses the name 'Bad_NS'; write"),
         ("status --store http://h/x", "nothing can be written over http; write file:///path, s3://bucket/path"),
         ("status --store sftp://h/x", 'requires "paramiko" to be installed; install what it names'),

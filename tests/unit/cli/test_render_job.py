@@ -9,20 +9,20 @@ import yaml
 from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 
-from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.cli.render import render_job
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.cli.render import render_attempt
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.errors import SpecError
 
 HERE = Path(__file__).parents[1]
 SPECS = {path.stem: path for folder in ("golden/specs", "data") for path in (HERE / folder).glob("*.yaml")}
 VERSIONS = list(dict.fromkeys(all_versions()))[-3:]
-SETTINGS = Settings(image="train:1")
+SETTINGS = KubernetesBackend(image="train:1")
 
 
-def shown(spec: EnvSpec, settings: Settings = SETTINGS) -> dict[str, dict]:
+def shown(spec: EnvSpec, settings: KubernetesBackend = SETTINGS) -> dict[str, dict]:
     """The documents of *spec* by kind."""
-    [found] = render_job(spec, settings)
+    [found] = render_attempt(spec, settings)
     return {document["kind"]: document for document in yaml.safe_load_all(found.text)}
 
 
@@ -78,7 +78,9 @@ def test_a_private_base_and_its_pull_secret_go_together():
 
     def secrets(credentials: str):
         base = {"image": "r.example.com/base:1", "credentials": credentials}
-        return pod_of(shown(stage(base=base), Settings(pull_secrets=("mirror",))))["imagePullSecrets"]
+        return pod_of(shown(stage(base=base), KubernetesBackend(pull_secrets=("mirror",))))[
+            "imagePullSecrets"
+        ]
 
     assert secrets("secret:pull/key") == [{"name": "mirror"}, {"name": "pull"}]
     assert secrets("env:REGISTRY") == [{"name": "mirror"}]
@@ -100,7 +102,7 @@ def test_claims_and_secrets_are_what_the_run_makes():
     volume = {"name": "d", "source": "pvc://d", "mount_path": "/d", "size": "1Gi"}
     env = [{"name": "TOKEN", "value_from": "env:TOKEN"}]
 
-    [found] = render_job(stage(volumes=[volume], env=env), SETTINGS)
+    [found] = render_attempt(stage(volumes=[volume], env=env), SETTINGS)
 
     kinds = [document["kind"] for document in yaml.safe_load_all(found.text)]
     assert kinds == ["PersistentVolumeClaim", "ConfigMap", "Job"]
@@ -113,4 +115,4 @@ def test_what_submit_refuses_is_refused():
     with pytest.raises(SpecError, match="entrypoint: is empty"):
         shown(stage(entrypoint=[]))
     with pytest.raises(SpecError, match="no image to run"):
-        shown(stage(runtimes=[{"type": "python", "packages": ["attrs"]}]), Settings())
+        shown(stage(runtimes=[{"type": "python", "packages": ["attrs"]}]), KubernetesBackend())

@@ -9,10 +9,11 @@ from airflow.sdk import DAG
 from kubernetes.client import Configuration
 from kubernetes.config import incluster_config
 
+from envscaler_airflow.backends import backend_type
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.compute import compute_place, open_backend
-from envscaler_airflow.hooks.secrets import resolve_unmounted
+from envscaler_airflow.hooks.secrets import resolve_secret
 from envscaler_airflow.operators.stage import EnvStageOperator
 
 HOOK = "airflow.providers.cncf.kubernetes.hooks.kubernetes"
@@ -146,7 +147,7 @@ def test_a_connection_without_the_provider_says_what_to_install(monkeypatch):
 
 def test_the_operator_hands_backend_and_connection_on():
     """As one text, which triggers carry."""
-    one = EnvStageOperator(task_id="a", spec="s.yaml", compute="kubernetes", kubernetes_conn_id="team")
+    one = EnvStageOperator(task_id="a", spec="s.yaml", compute="kubernetes", conn_id="team")
     other = EnvStageOperator(task_id="b", spec="s.yaml")
 
     assert (one.compute_place, other.compute_place) == ("kubernetes:team", "local")
@@ -155,9 +156,9 @@ def test_the_operator_hands_backend_and_connection_on():
 
 def test_default_args_name_the_cluster_of_all_stages():
     """As for KubernetesPodOperator; a stage on this machine stays unchanged."""
-    with DAG("d", schedule=None, default_args={"kubernetes_conn_id": "team"}):
+    with DAG("d", schedule=None, default_args={"conn_id": "team"}):
         one = EnvStageOperator(task_id="a", spec="s.yaml", compute="kubernetes")
-        own = EnvStageOperator(task_id="b", spec="s.yaml", compute="kubernetes", kubernetes_conn_id="mine")
+        own = EnvStageOperator(task_id="b", spec="s.yaml", compute="kubernetes", conn_id="mine")
         other = EnvStageOperator(task_id="c", spec="s.yaml")
 
     assert (one.compute_place, own.compute_place) == ("kubernetes:team", "kubernetes:mine")
@@ -168,10 +169,10 @@ def test_mapped_stages_take_the_connection_too():
     """Airflow checks the arguments of ``partial`` by name."""
     with DAG("d", schedule=None):
         mapped = EnvStageOperator.partial(
-            task_id="a", spec="s.yaml", compute="kubernetes", kubernetes_conn_id="team"
+            task_id="a", spec="s.yaml", compute="kubernetes", conn_id="team"
         ).expand(parameters=[{"rate": 1}, {"rate": 2}])
 
-    assert mapped.partial_kwargs["kubernetes_conn_id"] == "team"
+    assert mapped.partial_kwargs["conn_id"] == "team"
     assert (mapped.retries, mapped.retry_delay) == (3, timedelta(minutes=1))
 
 
@@ -179,5 +180,7 @@ def test_a_secret_of_the_cluster_is_left_to_the_pod(monkeypatch):
     """Its value never passes through Airflow; other kinds do."""
     monkeypatch.setenv("UNIT_SECRET", "env-12345")
 
-    assert resolve_unmounted("secret:wandb/api-key") == ""
-    assert resolve_unmounted("env:UNIT_SECRET") == "env-12345"
+    resolve = backend_type("kubernetes").resolver(resolve_secret)
+
+    assert resolve("secret:wandb/api-key") == ""
+    assert resolve("env:UNIT_SECRET") == "env-12345"

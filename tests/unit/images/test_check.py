@@ -11,10 +11,9 @@ from envscaler_airflow.backends.local.machine import Gpu
 from envscaler_airflow.cli import main
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
-from envscaler_airflow.errors import BackendError, SpecError
-from envscaler_airflow.images.dry_run import missing_on
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.images.dry_run import missing_here, missing_on
 from envscaler_airflow.images.needs import Here, installed_versions, look_here
-from envscaler_airflow.images.programs import Output
 from envscaler_airflow.images.requirement_files import Requirements
 
 GIB = 1 << 30
@@ -41,7 +40,7 @@ def stage(requests=None, **body):
 
 def local(spec, **other):
     """What a machine like ours lacks."""
-    return missing_on("local", spec, Requirements(), here=machine(**other))
+    return missing_here(spec, Requirements(), here=machine(**other))
 
 
 def test_what_fits_lacks_nothing():
@@ -49,7 +48,7 @@ def test_what_fits_lacks_nothing():
     assert local(stage({"cpu": 4, "memory": "14Gi"}, resources={"disk_size": "50Gi"})) == []
     assert local(stage({"memory": "14.5Gi"}))[0].startswith("memory: 14.5Gi asked for, 14.4Gi to be had here")
     whole = stage({"memory": "16Gi"})
-    assert missing_on("docker", whole, Requirements(), here=machine()) == []
+    assert missing_here(whole, Requirements(), here=machine(), in_container=True) == []
 
 
 def test_cores_memory_and_disk_are_named_with_both_figures():
@@ -89,7 +88,7 @@ def test_the_drivers_cuda_is_a_link_of_the_chain():
     """Wheels for CUDA 12 on a driver of 2021."""
     wanted = Requirements(Runtime(packages=("torch==2.4.0+cu121",)))
 
-    got = missing_on("local", stage(), wanted, here=machine(gpus=(T4,), driver="470.82.01"))
+    got = missing_here(stage(), wanted, here=machine(gpus=(T4,), driver="470.82.01"))
 
     assert got == [
         "cuda: CUDA 12.1 needs driver 525 or newer, the machine has 470.82.01; upgrade it, or use CUDA 11.x"
@@ -160,139 +159,14 @@ def test_docker_needs_its_daemon_and_no_system_packages():
     """Packages are in the image."""
     spec = stage(system_packages=["jq"])
 
-    got = missing_on(
-        "docker",
+    got = missing_here(
         spec,
         Requirements(),
         here=machine(has_docker=lambda: False, installed_versions=lambda names: {}),
+        in_container=True,
     )
 
     assert got == ["docker: no daemon answers that can build; install and start docker.io"]
-
-
-def cluster(nodes=(), claims=(), secrets=None, labels=None):
-    """A kubectl that answers for a cluster of these nodes (all with *labels*), claims and secrets."""
-
-    def ask(words: list[str]) -> Output:
-        kind, name = words[1], words[2]
-        if kind == "nodes":
-            items = [
-                {"metadata": {"labels": labels or {}}, "status": {"allocatable": node}} for node in nodes
-            ]
-            return Output(0, json.dumps({"items": items}), "")
-        there = {"pvc": claims, "secret": secrets or {}}[kind]
-        if name not in there:
-            return Output(1, "", f'Error from server (NotFound): {kind} "{name}" not found')
-        return Output(0, "\n".join(there[name]) if kind == "secret" else name, "")
-
-    return ask
-
-
-NOT_READY = {"type": "Ready", "status": "False"}
-NODE = {"cpu": "7910m", "memory": "32386544Ki", "nvidia.com/gpu": "1"}
-
-
-def test_a_cluster_that_has_everything_lacks_nothing():
-    """A node that fits, the claim, and every key of the secrets."""
-    spec = stage(
-        {"cpu": 7, "memory": "30Gi", "gpu": {"count": 1}},
-        volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}],
-        env=[{"name": "K", "value_from": "secret:wandb/api-key"}, {"name": "OWN", "value_from": "env:OWN"}],
-    )
-
-    got = missing_on(
-        "kubernetes", spec, kubectl=cluster([NODE], ["data"], {"wandb": ["api-key"], "s-env": ["OWN"]})
-    )
-
-    assert got == []
-
-
-def test_a_cluster_is_told_what_it_lacks():
-    """Nodes, claim, an absent secret and an absent key."""
-    spec = stage(
-        {"cpu": 8, "gpu": {"count": 1}},
-        volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}],
-        env=[
-            {"name": "K", "value_from": "secret:wandb/api-key"},
-            {"name": "L", "value_from": "secret:gone/key"},
-        ],
-    )
-
-    got = missing_on("kubernetes", spec, kubectl=cluster([NODE], [], {"wandb": ["other"]}))
-
-    assert got == [
-        "nodes: none of 1 fits 1 x (8 cores, 1 x GPU); add a node pool that does, or ask for less",
-        "volumes: v: no claim data; make it in the namespace of the stage",
-        "secret wandb has no key api-key; it has other",
-        "secret gone does not exist; run `kubectl create secret generic gone --from-literal=KEY=...`",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "product", "lacks"),
-    [
-        ({"type": "T4"}, "Tesla-T4", False),
-        ({"type": "A100"}, "Tesla-T4", True),
-        ({"type": "A100"}, None, False),
-        ({"memory": "24GB"}, "Tesla-T4", True),
-        ({"memory": "16GB"}, "Tesla-T4", False),
-        ({"count": 2, "type": "T4"}, "Tesla-T4", True),
-        ({}, "Tesla-T4-SHARED", True),
-        ({"type": "T4-shared"}, "Tesla-T4-SHARED", False),
-    ],
-)
-def test_gpus_of_a_cluster_count_by_the_labels_of_its_nodes(gpu, product, lacks):
-    """Nodes without labels may have any; a share needs an explicit request (D13)."""
-    labels = {"nvidia.com/gpu.product": product} if product else {}
-
-    got = missing_on(
-        "kubernetes", stage({"gpu": {"count": 1, **gpu}}), kubectl=cluster([NODE], labels=labels)
-    )
-
-    assert [text.startswith("nodes: none of 1 fits") for text in got] == [True] * lacks
-
-
-def test_a_claim_that_will_be_made_is_not_missing():
-    """Its size shows that it will be created."""
-    spec = stage(volumes=[{"name": "v", "source": "pvc://new", "mount_path": "/d", "size": "10Gi"}])
-
-    assert missing_on("kubernetes", spec, kubectl=cluster([NODE])) == []
-
-
-def test_a_node_that_takes_no_pods_is_none():
-    """Cordoned, or not ready."""
-    for state in ({"spec": {"unschedulable": True}}, {"status": {"conditions": [NOT_READY]}}):
-        node = {"metadata": {}, "status": {"allocatable": NODE}}
-        node |= {"status": {**node["status"], **state.get("status", {})}, "spec": state.get("spec", {})}
-        answer = Output(0, json.dumps({"items": [node]}), "")
-
-        got = missing_on("kubernetes", stage({"cpu": 1}), kubectl=lambda words, answer=answer: answer)
-
-        assert [text.partition(" fits")[0] for text in got] == ["nodes: none of 0"]
-
-
-def test_a_cluster_that_does_not_answer_is_unknown():
-    """Refused is not "absent": nothing is reported as missing."""
-    said = 'E1129 memcache.go:265] "Unhandled Error"\nE1129 again\nThe connection was refused\n'
-
-    with pytest.raises(BackendError) as told:
-        missing_on("kubernetes", stage(), kubectl=lambda words: Output(1, "", said))
-
-    assert str(told.value) == "the cluster cannot be asked: The connection was refused"
-
-
-def test_a_secret_that_may_not_be_read_is_unknown_and_not_absent():
-    """Forbidden is not an answer."""
-
-    def ask(words: list[str]) -> Output:
-        if words[1] == "nodes":
-            return Output(0, json.dumps({"items": [{"metadata": {}, "status": {"allocatable": NODE}}]}), "")
-        return Output(1, "", "Error from server (Forbidden): secrets is forbidden")
-
-    spec = stage(env=[{"name": "K", "value_from": "secret:wandb/api-key"}])
-
-    with pytest.raises(BackendError, match="Forbidden"):
-        missing_on("kubernetes", spec, kubectl=ask)
 
 
 def test_a_machine_cannot_mount_a_claim():
@@ -300,7 +174,7 @@ def test_a_machine_cannot_mount_a_claim():
     spec = stage(volumes=[{"name": "v", "source": "pvc://data", "mount_path": "/d"}])
 
     assert missing_on("vm", spec) == ["volumes: v: pvc://data is a claim of Kubernetes; write another for vm"]
-    with pytest.raises(SpecError, match="write one of local, docker, kubernetes, vm"):
+    with pytest.raises(SpecError, match="write one of docker, kubernetes, local, vm"):
         missing_on("cloud", stage())
 
 

@@ -15,8 +15,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.backends.kubernetes.settings import Settings
-from envscaler_airflow.cli.render import render_job
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.cli.render import render_attempt
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.requirement_files import read_requirements
@@ -150,7 +150,7 @@ def check_all(folder, body: dict[str, Any]) -> None:
     for target in (*RENDERINGS, "kubernetes"):
         try:
             for item in (
-                render_job(spec, Settings(image=image))
+                render_attempt(spec, KubernetesBackend(image=image))
                 if target == "kubernetes"
                 else render(target, spec, read_requirements(spec), image=image)
             ):

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.render import render_job
+from envscaler_airflow.cli.render import render_attempt
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import SpecError
@@ -121,7 +121,7 @@ def test_texts_that_look_like_something_else_are_quoted(text):
 @settings(max_examples=50)
 def test_a_jobs_command_and_environment_are_what_was_written(text):
     """Kubernetes' own ``$(NAME)`` is escaped and nothing else changes."""
-    [found] = render_job(stage(text), Settings(image="i:1"))
+    [found] = render_attempt(stage(text), KubernetesBackend(image="i:1"))
 
     *_, job = yaml.safe_load_all(found.text)
     container = job["spec"]["template"]["spec"]["containers"][0]

@@ -11,7 +11,7 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images import venv_cache
-from envscaler_airflow.images.dry_run import missing_on
+from envscaler_airflow.images.dry_run import missing_here
 from envscaler_airflow.images.needs import Here, python_of
 
 VOLUME = "volumes: [{{name: d, source: '{}', mount_path: {}, access_mode: ReadOnly}}]\n"
@@ -32,7 +32,7 @@ def stage(tmp_path):
 
     def made(text, *, here=BARE, store_url=None):
         (tmp_path / "s.yaml").write_text(HEAD + text)
-        return missing_on("local", load_spec(tmp_path / "s.yaml"), here=here, store_url=store_url)
+        return missing_here(load_spec(tmp_path / "s.yaml"), here=here, store_url=store_url)
 
     return made
 

@@ -10,7 +10,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.bases import facts, fetching_packages
 from envscaler_airflow.images.cuda import software, software_faults
 from envscaler_airflow.images.dockerfile import render_dockerfile
-from envscaler_airflow.images.dry_run import missing_on
+from envscaler_airflow.images.dry_run import missing_here
 from envscaler_airflow.images.needs import Here
 from envscaler_airflow.images.requirement_files import MAIN, read_requirements
 
@@ -197,7 +197,7 @@ def test_this_machine_says_that_it_has_no_git(tmp_path):
     spec = spec_of(tmp_path, f"adapters @ {GIT}\n")
     here = Here(4, 8 << 30, 9 << 30, has_uv=lambda: True, has_program=lambda name: name != "git")
 
-    assert any("fetched by git, not installed here" in text for text in missing_on("local", spec, here=here))
+    assert any("fetched by git, not installed here" in text for text in missing_here(spec, here=here))
 
 
 @pytest.mark.parametrize(

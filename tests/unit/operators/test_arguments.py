@@ -130,7 +130,7 @@ def test_compute_and_store_edited_meanwhile_move_no_run(world, monkeypatch, caps
     """Another store does not know the run: its task would fail, or a second attempt would begin."""
     opened = []
     monkeypatch.setattr(execution, "open_backend", lambda name: opened.append(name) or world.backend)
-    operator, ti = world.operator(compute="kubernetes", kubernetes_conn_id="eu"), Ti()
+    operator, ti = world.operator(compute="kubernetes", conn_id="eu"), Ti()
     deferral = world.execute(operator, ti)
     trigger = deferral.trigger.serialize()[1]
     place = {name: trigger[name] for name in ("compute", "store_url", "store_conn_id")}
@@ -148,7 +148,7 @@ def test_compute_and_store_edited_meanwhile_move_no_run(world, monkeypatch, caps
 
 def test_a_stage_whose_file_nobody_edited_says_nothing_of_it(world, capsys):
     """The usual case, after a trigger of this version and after one of the version before."""
-    operator, ti = world.operator(kubernetes_conn_id="eu"), Ti()
+    operator, ti = world.operator(conn_id="eu"), Ti()
     deferral = world.execute(operator, ti)
     arguments = deferral.trigger.serialize()[1]
     place = {name: arguments[name] for name in ("compute", "store_url", "store_conn_id")}
@@ -284,7 +284,7 @@ def parsed(monkeypatch, tmp_path, text, *, task=None):
         ("budget_usd=-1", "budget_usd: got -1.0, expected an amount in USD that is finite and >= 0"),
         ("value_of_hour='much'", "value_of_hour: got 'much', expected an amount in USD"),
         ("deadline='soon'", "deadline: 'soon': write '4h'"),
-        ("compute='mars'", "compute: 'mars' must be one of local"),
+        ("compute='mars'", "compute: 'mars' must be one of kubernetes, local"),
         ("restart='again'", "restart: 'again' must be one of resume"),
         ("poll_interval=0", "poll_interval: got 0, expected seconds above 0"),
         ("deadline=timedelta(hours=4)", "deadline: datetime.timedelta(seconds=14400): write '4h'"),

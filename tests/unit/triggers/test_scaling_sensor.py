@@ -441,7 +441,7 @@ def test_a_mapped_stage_is_seen_whole_or_at_the_same_index(world, own, seen):
 @pytest.mark.parametrize("mapped", [False, True])
 def test_cluster_and_store_are_those_of_the_stage(world, mapped):
     """As the stage itself gets them: rendered, from default_args, and per index when it is mapped."""
-    with DAG("dag", schedule=None, default_args={"kubernetes_conn_id": "{{ params.team }}"}):
+    with DAG("dag", schedule=None, default_args={"conn_id": "{{ params.team }}"}):
         given = {"task_id": "train", "spec": "s.yaml", "compute": "kubernetes", "store_url": world.url}
         if mapped:
             EnvStageOperator.partial(**given).expand(parameters=[{}, {}])
@@ -457,8 +457,8 @@ def test_cluster_and_store_are_those_of_the_stage(world, mapped):
 
 def test_a_mapped_stage_s_group_has_the_word_before_the_dag(world):
     """Airflow's order: the argument itself, else the group's default, else the DAG's."""
-    with DAG("dag", schedule=None, default_args={"kubernetes_conn_id": "dag", "owner": "us"}):
-        with TaskGroup("group", default_args={"kubernetes_conn_id": "group"}):
+    with DAG("dag", schedule=None, default_args={"conn_id": "dag", "owner": "us"}):
+        with TaskGroup("group", default_args={"conn_id": "group"}):
             given = {"task_id": "train", "spec": "s.yaml", "compute": "kubernetes", "store_url": world.url}
             EnvStageOperator.partial(**given).expand(parameters=[{}, {}])
         sensor = ScalingSensor(task_id="autoscale", stage="group.train")
@@ -476,7 +476,7 @@ def test_a_mapped_stage_s_group_has_the_word_before_the_dag(world):
 )
 def test_backend_and_connection_may_stand_in_default_args(world, given, seen):
     """They also reach the sensor's own argument, which then names the stage's cluster."""
-    with DAG("dag", schedule=None, default_args={"compute": "kubernetes", "kubernetes_conn_id": "ml"}):
+    with DAG("dag", schedule=None, default_args={"compute": "kubernetes", "conn_id": "ml"}):
         EnvStageOperator(task_id="train", spec="s.yaml")
         sensor = ScalingSensor(task_id="autoscale", stage="train", **given)
 
