@@ -96,23 +96,6 @@ class ClusterNode:
     runs_linux: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class NodePool:
-    """Equivalent nodes.
-
-    Attributes:
-        offer: One node: the allocatable amounts of the smallest, at the owner's or the cloud's price.
-        nodes: Number of nodes.
-        names: Names of the nodes.
-        pool: Name of the node pool, if a label gives it.
-    """
-
-    offer: Offer
-    nodes: int
-    names: tuple[str, ...]
-    pool: str | None = None
-
-
 def quantity(text: str) -> float:
     """Value of a Kubernetes quantity as the API server writes it: ``3920m``, ``16Gi``, ``8``.
 
@@ -192,13 +175,13 @@ def _runs_linux(labels: Mapping[str, str], allocatable: Mapping[str, Any]) -> bo
     return is_ours and not is_virtual and str(allocatable.get("pods", "")) != "0"
 
 
-def node_pools(
+def node_offers(
     nodes: Iterable[Mapping[str, Any]],
     *,
     prices: OfferTable | None = None,
     cluster_prices: Mapping[str, float] | None = None,
-) -> list[NodePool]:
-    """Group schedulable nodes by place, type, capacity type and GPU.
+) -> list[Offer]:
+    """Nodes of the same place, type, capacity type and GPU as one offer: the smallest of them.
 
     Args:
         nodes: Node objects of the API server. Nodes that are cordoned or not ready are skipped. So are nodes
@@ -208,7 +191,7 @@ def node_pools(
             take precedence over the clouds' prices.
 
     Returns:
-        Pools by offer name. A price in neither source is unknown.
+        Offers by name. A price in neither source is unknown.
     """
     alike: dict[tuple[str, str | None], list[tuple[Offer, ClusterNode]]] = {}
     for item in nodes:
@@ -218,22 +201,22 @@ def node_pools(
         for offer in [_offer(node, gpu) for gpu in node.gpus] or [_offer(node, None)]:
             alike.setdefault((offer.name, offer.gpu_name), []).append((offer, node))
     with_gpus = {_offer(node, None).name for found in alike.values() for _, node in found if node.gpus}
-    pools = []
+    offers = []
     for (name, gpu_name), found in alike.items():
         if gpu_name is None and name in with_gpus:
             continue  # the device plugin is not up yet; other nodes of this type report more
         usd, source = _price_of((node for _, node in found), prices, cluster_prices or {})
-        offer = replace(
-            found[0][0],
-            vcpus=min(one.vcpus for one, _ in found),
-            memory_gib=min(one.memory_gib for one, _ in found),
-            gpus=min(one.gpus for one, _ in found),
-            usd_per_hour=usd,
-            price_source=source,
+        offers.append(
+            replace(
+                found[0][0],
+                vcpus=min(one.vcpus for one, _ in found),
+                memory_gib=min(one.memory_gib for one, _ in found),
+                gpus=min(one.gpus for one, _ in found),
+                usd_per_hour=usd,
+                price_source=source,
+            )
         )
-        names = tuple(sorted(node.name for _, node in found))
-        pools.append(NodePool(offer, len(names), names, found[0][1].pool))
-    return sorted(pools, key=lambda item: item.offer.name)
+    return sorted(offers, key=lambda offer: offer.name)
 
 
 def _price_of(

@@ -36,28 +36,28 @@ MOST_USD = 1e12
 
 def nodes_table(file: TextIO, prices: OfferTable, own: Sequence[str]) -> OfferTable:
     """The nodes of a cluster as offers."""
-    from envscaler_airflow.catalog.nodes import keeps_off, node_pools, read_node  # noqa: PLC0415  (few look at a cluster)
+    from envscaler_airflow.catalog.nodes import keeps_off, node_offers, read_node  # noqa: PLC0415  (few look at a cluster)
 
     try:
         body = json.load(file)
         nodes = body["items"] if isinstance(body, dict) and "items" in body else [body]
         told = _own_prices(own)
-        pools = node_pools(nodes, prices=prices, cluster_prices=told)
+        offers = node_offers(nodes, prices=prices, cluster_prices=told)
         known = {name for node in map(read_node, nodes) for name in (node.pool, node.instance_type) if name}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise SpecError(
             f"--nodes {file.name}: write the output of `kubectl get nodes -o json` ({err})"
         ) from err
-    if not pools:
+    if not offers:
         reasons = Counter(reason for node in nodes if (reason := keeps_off(node)))
         found = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "there is no node"
         raise SpecError(f"--nodes {file.name}: no node there takes pods of stages: {found}")
-    known |= {pool.offer.instance_type for pool in pools}
+    known |= {offer.instance_type for offer in offers}
     if unknown := sorted(told.keys() - known - {"*"}):
         listed = ", ".join(sorted(known))
         raise SpecError(f"--node-price {unknown[0]}: no node there is of {unknown[0]}; there are {listed}")
     label = f"nodes of a cluster, unless given with the prices of: {prices.label}"
-    return table_of((pool.offer for pool in pools), label=label)
+    return table_of(offers, label=label)
 
 
 def own_offer(text: str) -> Offer:

@@ -8,7 +8,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.catalog.nodes import node_pools, read_node
+from envscaler_airflow.catalog.nodes import node_offers, read_node
 from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.cli import main
 
@@ -69,14 +69,10 @@ def test_the_cloud_of_a_node_is_that_of_its_provider_id(provider_id, cloud):
 
 def test_a_node_is_what_can_be_allocated_on_it_at_the_clouds_price():
     """3.92 of 4 CPUs, the vendor's 24 GB, and the list price of a g5.xlarge in us-east-1."""
-    (pool,) = node_pools([EKS], prices=packaged())
+    (offer,) = node_offers([EKS], prices=packaged())
 
-    offer = pool.offer
-    assert (offer.name, pool.nodes, pool.pool) == (
-        "kubernetes/us-east-1/us-east-1a/g5.xlarge/on-demand",
-        1,
-        "gpu",
-    )
+    assert offer.name == "kubernetes/us-east-1/us-east-1a/g5.xlarge/on-demand"
+    assert read_node(EKS).pool == "gpu"
     assert (offer.vcpus, round(offer.memory_gib, 2), offer.arch) == (3.92, 14.45, "x86_64")
     assert (offer.gpu_name, offer.gpus, offer.gpu_memory_gb) == ("A10G", 1, 24)
     assert offer.usd_per_hour == 1.006
@@ -95,10 +91,10 @@ def test_a_node_is_what_can_be_allocated_on_it_at_the_clouds_price():
 )
 def test_spot_is_told_by_every_clouds_label(labels):
     """Karpenter, EKS, GKE, AKS; an unpublished spot price is unknown, not the on-demand one."""
-    (pool,) = node_pools([node(labels=labels)], prices=packaged())
+    (offer,) = node_offers([node(labels=labels)], prices=packaged())
 
-    assert pool.offer.capacity_type == "spot"
-    assert pool.offer.usd_per_hour is None
+    assert offer.capacity_type == "spot"
+    assert offer.usd_per_hour is None
 
 
 @pytest.mark.parametrize(
@@ -117,37 +113,33 @@ def test_gpus_are_told_by_every_convention(labels, expected):
     other = node(without=["nvidia.com/gpu.product", "nvidia.com/gpu.memory"])
     other["metadata"]["labels"] |= labels
 
-    (pool,) = node_pools([other])
+    (offer,) = node_offers([other])
 
-    assert (pool.offer.gpu_name, pool.offer.gpu_memory_gb) == expected
+    assert (offer.gpu_name, offer.gpu_memory_gb) == expected
 
 
 def test_a_gpu_without_a_label_has_no_name_that_would_fit():
     """It counts as a GPU of unknown type."""
-    (pool,) = node_pools([node(without=["nvidia.com/gpu.product", "nvidia.com/gpu.memory"])])
+    (offer,) = node_offers([node(without=["nvidia.com/gpu.product", "nvidia.com/gpu.memory"])])
 
-    assert (pool.offer.gpu_name, pool.offer.gpus, pool.offer.gpu_memory_gb) == ("GPU", 1, None)
+    assert (offer.gpu_name, offer.gpus, offer.gpu_memory_gb) == ("GPU", 1, None)
 
 
-def test_nodes_that_are_alike_are_one_pool_of_the_smallest():
+def test_nodes_that_are_alike_are_one_offer_of_the_smallest():
     """What fits on each of them."""
-    (pool,) = node_pools([EKS, node(name="b", allocatable={"memory": "15000000Ki"})])
+    (offer,) = node_offers([EKS, node(name="b", allocatable={"memory": "15000000Ki"})])
 
-    assert pool.nodes == 2
-    assert pool.names == ("b", "ip-10-0-1-7")
-    assert round(pool.offer.memory_gib, 2) == 14.31
+    assert round(offer.memory_gib, 2) == 14.31
 
 
 def test_a_node_whose_gpus_are_not_up_yet_tells_nothing_of_its_type():
-    """The device plugin starts minutes after the node; the pool consists of nodes that have it."""
+    """The device plugin starts minutes after the node; the offer is of nodes that have it."""
     fresh = node(name="fresh", without=(PRODUCT, MEMORY))
     del fresh["status"]["allocatable"]["nvidia.com/gpu"]
 
     for nodes in ([EKS, fresh], [fresh, EKS]):
-        found = {pool.offer.gpu_name: (pool.offer.gpus, pool.names) for pool in node_pools(nodes)}
-
-        assert found == {"A10G": (1, ("ip-10-0-1-7",))}
-    assert [pool.offer.gpus for pool in node_pools([fresh])] == [0]
+        assert [(offer.gpu_name, offer.gpus) for offer in node_offers(nodes)] == [("A10G", 1)]
+    assert [offer.gpus for offer in node_offers([fresh])] == [0]
 
 
 def test_alike_nodes_of_two_pools_cost_what_the_dearer_does():
@@ -155,11 +147,11 @@ def test_alike_nodes_of_two_pools_cost_what_the_dearer_does():
     other = node(name="other", labels={"eks.amazonaws.com/nodegroup": "dear"})
 
     for nodes in ([EKS, other], [other, EKS]):
-        (pool,) = node_pools(nodes, cluster_prices={"gpu": 1.0, "dear": 5.0})
-        (unknown,) = node_pools(nodes, cluster_prices={"gpu": 1.0})
+        (offer,) = node_offers(nodes, cluster_prices={"gpu": 1.0, "dear": 5.0})
+        (unknown,) = node_offers(nodes, cluster_prices={"gpu": 1.0})
 
-        assert (pool.offer.usd_per_hour, pool.offer.price_source) == (5.0, "cluster_prices[dear]")
-        assert unknown.offer.usd_per_hour is None
+        assert (offer.usd_per_hour, offer.price_source) == (5.0, "cluster_prices[dear]")
+        assert unknown.usd_per_hour is None
 
 
 @pytest.mark.parametrize(
@@ -176,25 +168,25 @@ def test_alike_nodes_of_two_pools_cost_what_the_dearer_does():
 )
 def test_a_node_that_takes_nothing_is_no_offer(broken):
     """A node that is cordoned, not ready, or malformed."""
-    assert node_pools([broken]) == []
+    assert node_offers([broken]) == []
 
 
 def test_a_node_that_does_not_say_its_region_has_no_price_of_the_cloud():
     """Prices differ by region: that of the cheapest one would be a guess."""
     lost = node(without=("topology.kubernetes.io/region", "topology.kubernetes.io/zone"))
 
-    (pool,) = node_pools([lost], prices=packaged())
-    (own,) = node_pools([lost], prices=packaged(), cluster_prices={"g5.xlarge": 2.0})
+    (offer,) = node_offers([lost], prices=packaged())
+    (own,) = node_offers([lost], prices=packaged(), cluster_prices={"g5.xlarge": 2.0})
 
-    assert (pool.offer.usd_per_hour, own.offer.usd_per_hour) == (None, 2.0)
+    assert (offer.usd_per_hour, own.usd_per_hour) == (None, 2.0)
 
 
 @pytest.mark.parametrize("resource", ["nvidia.com/gpu", "cpu", "memory"])
 def test_an_amount_beyond_all_sense_is_none(resource):
     """It has more digits than a number can have."""
-    found = node_pools([node(allocatable={resource: "9" * 400})])
+    found = node_offers([node(allocatable={resource: "9" * 400})])
 
-    assert [(pool.offer.gpus, pool.offer.gpu_name) for pool in found] == (
+    assert [(offer.gpus, offer.gpu_name) for offer in found] == (
         [(0, None)] if resource == "nvidia.com/gpu" else []
     )
 
@@ -203,10 +195,10 @@ def test_ones_own_prices_go_before_the_clouds():
     """By pool, by type, or for all; 0 is a valid price here."""
     bare = node(spec={"providerID": "kind://docker/x"}, without=["eks.amazonaws.com/nodegroup"])
 
-    assert node_pools([EKS], prices=packaged(), cluster_prices={"gpu": 0.3})[0].offer.usd_per_hour == 0.3
-    assert node_pools([bare], cluster_prices={"g5.xlarge": 0.2})[0].offer.usd_per_hour == 0.2
-    assert node_pools([bare], cluster_prices={"*": 0.0})[0].offer.usd_per_hour == 0.0
-    assert node_pools([bare], prices=packaged())[0].offer.usd_per_hour is None
+    assert node_offers([EKS], prices=packaged(), cluster_prices={"gpu": 0.3})[0].usd_per_hour == 0.3
+    assert node_offers([bare], cluster_prices={"g5.xlarge": 0.2})[0].usd_per_hour == 0.2
+    assert node_offers([bare], cluster_prices={"*": 0.0})[0].usd_per_hour == 0.0
+    assert node_offers([bare], prices=packaged())[0].usd_per_hour is None
 
 
 def test_a_node_without_labels_is_named_by_its_size():
@@ -220,9 +212,9 @@ def test_a_node_without_labels_is_named_by_its_size():
         },
     }
 
-    (pool,) = node_pools([plain])
+    (offer,) = node_offers([plain])
 
-    assert pool.offer.name == "kubernetes/node-64cpu-64gib/on-demand"
+    assert offer.name == "kubernetes/node-64cpu-64gib/on-demand"
 
 
 def shared_t4(**labels):
@@ -254,9 +246,9 @@ NFD = {PRODUCT: "Tesla-T4", MEMORY: "15360", "nvidia.com/gpu.count": "1"}
 )
 def test_a_shared_gpu_is_one_share_under_a_name_of_its_own(labels):
     """Four pods may use it, and none of them gets four, nor a T4 of its own (D13)."""
-    (pool,) = node_pools([shared_t4(**labels)])
+    (offer,) = node_offers([shared_t4(**labels)])
 
-    assert (pool.offer.gpu_name, pool.offer.gpus, pool.offer.gpu_memory_gb) == ("T4-shared", 1, 4.0)
+    assert (offer.gpu_name, offer.gpus, offer.gpu_memory_gb) == ("T4-shared", 1, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +276,9 @@ def test_slices_of_a_gpu_are_none_of_the_whole_one(labels, name, gib):
     found = node(without=[PRODUCT, MEMORY], allocatable={"nvidia.com/gpu": "7"})
     found["metadata"]["labels"] |= labels
 
-    (pool,) = node_pools([found])
+    (offer,) = node_offers([found])
 
-    assert (pool.offer.gpu_name, pool.offer.gpus, pool.offer.gpu_memory_gb) == (name, 7, gib)
+    assert (offer.gpu_name, offer.gpus, offer.gpu_memory_gb) == (name, 7, gib)
 
 
 TAINT = {"key": "dedicated", "value": "web", "effect": "NoSchedule"}
@@ -312,9 +304,12 @@ def tainted(key, value="", effect="NoSchedule"):
 )
 def test_a_node_that_no_pod_of_ours_runs_on_is_no_offer(other):
     """Its reported size does not matter (D13)."""
-    pools = node_pools([EKS, node(name="other", labels={"x": "y"} | other.pop("labels", {}), **other)])
+    labels = {"eks.amazonaws.com/nodegroup": "dear"} | other.pop("labels", {})
+    prices = {"gpu": 1.0, "dear": 5.0}
 
-    assert [pool.names for pool in pools] == [("ip-10-0-1-7",)]
+    (offer,) = node_offers([EKS, node(name="other", labels=labels, **other)], cluster_prices=prices)
+
+    assert offer.usd_per_hour == 1.0
 
 
 @pytest.mark.parametrize(
@@ -326,7 +321,7 @@ def test_a_node_that_no_pod_of_ours_runs_on_is_no_offer(other):
 )
 def test_a_taint_that_our_pods_bear_keeps_no_offer_off(spec):
     """Taints of GPU nodes, and one with PreferNoSchedule."""
-    assert len(node_pools([node(spec=spec)])) == 1
+    assert len(node_offers([node(spec=spec)])) == 1
 
 
 def test_a_stage_for_two_gpus_finds_none_on_one_that_is_shared(tmp_path, monkeypatch):
