@@ -240,7 +240,7 @@ def test_a_run_that_could_not_begin_is_recorded_as_failed(owner, store):
     """It would look active for ever (F5)."""
     log = Run(store, KEY).events
     log.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"), actor=Actor("me"))
-    owner._owner.owner = Ended(NoOfferError("nothing fits"))
+    owner._owner.owner.enter = Ended(NoOfferError("nothing fits")).enter
 
     with pytest.raises(NoOfferError):
         owner.own()
@@ -254,7 +254,7 @@ def test_a_run_of_another_is_not_ended(owner, store, err):
     """Nor one that may start when the store answers again."""
     log = Run(store, KEY).events
     log.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"), actor=Actor("another"))
-    owner._owner.owner = Ended(err)
+    owner._owner.owner.enter = Ended(err).enter
 
     with pytest.raises(StoreError):
         owner.own()
