@@ -27,7 +27,7 @@ from envscaler_airflow.hooks import states
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.operators import execution
 from envscaler_airflow.owner import reap as reap_module
-from envscaler_airflow.owner.foreground import Holder
+from envscaler_airflow.owner.foreground import ForegroundOwner
 from envscaler_airflow.triggers.scaling_checks import Checks
 
 COMMANDS = (submit.submit, submit.backend_options, render.render)
@@ -180,7 +180,7 @@ def test_a_shell_cancels_an_orphaned_run_on_it(shell, package, tmp_path, monkeyp
         raise SystemExit(9)
 
     with monkeypatch.context() as once:
-        once.setattr(Holder, "_wait", dies)
+        once.setattr(ForegroundOwner, "_wait", dies)
         shell("submit", "--backend", "toy", "--config", "toy.yaml", "--name", "first")
     monkeypatch.setattr(ProcessId, "is_alive", lambda _process: False)
     stopped = shell("cancel", "first")
