@@ -233,7 +233,7 @@ def _mig_part(profile: str) -> float:
 
 def _shares(resource: str, count: int, labels: Mapping[str, str]) -> int:
     """Number of pods that share each GPU of the resource."""
-    told = int(text) if (text := _first(labels, _SHARES)) and text.isdigit() else 1
+    reported = int(text) if (text := _first(labels, _SHARES)) and text.isdigit() else 1
     strategy = _first(labels, _STRATEGY)
     real = int(text) if (text := _first(labels, _REAL_GPUS)) and text.isdigit() else None
     product = labels.get(GPU_PRODUCT, "")
@@ -241,9 +241,9 @@ def _shares(resource: str, count: int, labels: Mapping[str, str]) -> int:
     is_shared = is_shared or strategy in ("time-slicing", "time-sharing", "mps")
     is_more = real is not None and count > real > 0 and "-MIG-" not in product and _PARTITION not in labels
     if not is_shared and not is_more:
-        return max(1, told)
+        return max(1, reported)
     by_count = count // real if real and count > real else 2
-    return told if told > 1 else by_count
+    return reported if reported > 1 else by_count
 
 
 # -- AMD and Intel
@@ -273,11 +273,11 @@ def _intel(resource: str, count: int, labels: Mapping[str, str]) -> Accelerator:
 
 def _whole(labels: Mapping[str, str], vendor: str) -> tuple[str, float | None]:
     """Name and memory of a whole GPU of *vendor*."""
-    said = _first(labels, _NAMES[vendor])
+    label = _first(labels, _NAMES[vendor])
     measured = _measured_gb(labels, vendor)
-    if said is None:
+    if label is None:
         return _UNNAMED[vendor], measured
-    text = said.removesuffix(_SHARED)
+    text = label.removesuffix(_SHARED)
     if vendor != "nvidia":
         text = text.replace("_", " ")
     name = canonical_gpu(text, measured)

@@ -150,21 +150,21 @@ def keeps_off(item: Mapping[str, Any]) -> str | None:
     if not node.is_usable:
         return "is cordoned or not ready"
     for taint in (item.get("spec") or {}).get("taints") or ():
-        if not bears(taint, node):
+        if not tolerates(taint, node):
             value = f"={taint['value']}" if taint.get("value") else ""
             return f"has the taint {taint.get('key')}{value}"
     return None if node.vcpus and node.memory_gib else "does not say which CPUs and memory it has"
 
 
-def bears(taint: Mapping[str, Any], node: ClusterNode) -> bool:
+def tolerates(taint: Mapping[str, Any], node: ClusterNode) -> bool:
     """True when our pods that fit *node* tolerate its taint, or the taint does not repel pods."""
     if taint.get("effect") not in ("NoSchedule", "NoExecute"):
         return True
     key, value = taint.get("key"), taint.get("value")
-    borne = list(GPU_TAINTS) if node.gpus else []
+    tolerated = list(GPU_TAINTS) if node.gpus else []
     if node.capacity_type == "spot":
-        borne += [SPOT_LABELS[name] for name in SPOT_TAINTED]
-    return any(key == one and (wanted is None or value == wanted) for one, wanted in borne)
+        tolerated += [SPOT_LABELS[name] for name in SPOT_TAINTED]
+    return any(key == one and (wanted is None or value == wanted) for one, wanted in tolerated)
 
 
 def _runs_linux(labels: Mapping[str, str], allocatable: Mapping[str, Any]) -> bool:

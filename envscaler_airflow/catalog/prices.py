@@ -243,12 +243,12 @@ def _dated(machine: InstanceDetails, price_list: PriceList) -> InstanceDetails:
 
 def _joined(old: InstanceDetails, new: InstanceDetails) -> InstanceDetails:
     """The facts of *new*, and those of *old* that *new* lacks."""
-    told = {name: value for name, value in new._asdict().items() if value is not None and name != "source"}
-    is_all_new = all(getattr(old, name) is None or name in told for name in InstanceDetails._fields[:-1])
-    if not told:
+    facts = {name: value for name, value in new._asdict().items() if value is not None and name != "source"}
+    is_all_new = all(getattr(old, name) is None or name in facts for name in InstanceDetails._fields[:-1])
+    if not facts:
         return old
     source = new.source if is_all_new else f"{new.source}; {old.source}"
-    return old._replace(**told, source=source)
+    return old._replace(**facts, source=source)
 
 
 def row_at(table: OfferTable, kind: int, at: int) -> Row:
@@ -341,12 +341,12 @@ class PriceCache:
     def commitments(self, offers: Iterable[Offer]) -> dict[str, dict[str, float]]:
         """USD an hour under a commitment, by offer name, for on-demand offers whose region was refreshed."""
         found: dict[str, dict[str, float]] = {}
-        kept: dict[Path, Mapping[str, Any]] = {}
+        lists: dict[Path, Mapping[str, Any]] = {}
         for offer in offers:
             path = self._path(offer.cloud, offer.region)
-            if path not in kept:
-                kept[path] = _read_prices(path)
-            known = committed_usd(kept[path], offer) if offer.capacity_type == "on-demand" else {}
+            if path not in lists:
+                lists[path] = _read_prices(path)
+            known = committed_usd(lists[path], offer) if offer.capacity_type == "on-demand" else {}
             if known:
                 found[offer.name] = known
         return found

@@ -232,12 +232,12 @@ def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> Offe
     folder = cache or cache_dir()
     if path is None:
         return _live(folder) or packaged()
-    kept = folder / f"tables-{_fingerprint(path)}.bin"
+    cached = folder / f"tables-{_fingerprint(path)}.bin"
     try:
-        return unpack(kept.read_bytes(), name=str(kept))
+        return unpack(cached.read_bytes(), name=str(cached))
     except (OSError, SpecError):
         table = read_tables(path)
-    _keep(kept, pack(table))
+    _cache(cached, pack(table))
     return table
 
 
@@ -284,7 +284,7 @@ def _fingerprint(path: Path) -> str:
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:20]
 
 
-def _keep(path: Path, data: bytes) -> None:
+def _cache(path: Path, data: bytes) -> None:
     """Best effort: an unwritable cache only costs time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -170,8 +170,8 @@ def read_product(product: Mapping[str, Any], region: str) -> Iterator[Quote]:
 
 def _current(terms: Iterable[Mapping[str, Any]], now: datetime) -> list[Mapping[str, Any]]:
     """The newest of *terms* in force *now*; the list also contains future ones."""
-    held = [term for term in terms if is_in_force(term.get("effectiveDate"), None, now)]
-    return sorted(held, key=lambda term: str(term.get("effectiveDate") or ""))[-1:]
+    in_force = [term for term in terms if is_in_force(term.get("effectiveDate"), None, now)]
+    return sorted(in_force, key=lambda term: str(term.get("effectiveDate") or ""))[-1:]
 
 
 def _hourly(term: Mapping[str, Any]) -> Iterator[float]:
@@ -247,10 +247,11 @@ def read_type(item: Mapping[str, Any]) -> InstanceType | None:
         return None
     name, count, memory_gb = None, 0.0, None
     if gpus:
-        said, count = str(gpus[0]["Name"]), float(gpus[0]["Count"])
+        reported, count = str(gpus[0]["Name"]), float(gpus[0]["Count"])
         mib = gpus[0].get("MemoryInfo", {}).get("SizeInMiB")
-        large = "A100-80GB" if said == "A100" and (mib or 0) > 50_000 else said  # 80 GB is not in the name
-        name = canonical(large) or said
+        is_large = reported == "A100" and (mib or 0) > 50_000  # 80 GB is not in the name
+        large = "A100-80GB" if is_large else reported
+        name = canonical(large) or reported
         memory_gb = MEMORY_GB.get(name, round(mib / 1024, 2) if mib else None)
         if count <= 0:
             return None

@@ -159,9 +159,9 @@ def _which(sku: Mapping[str, Any]) -> tuple[str, str, CapacityType, Commitment] 
 
 def _current(prices: list[Any], now: datetime) -> Any:
     """The newest of *prices* in force *now*; if none has a time, the last one."""
-    held = [item for item in prices if is_in_force(item.get("effectiveTime"), None, now)]
-    dated = [item for item in held if instant(item.get("effectiveTime")) is not None]
-    return max(dated, key=lambda item: instant(item["effectiveTime"]) or now) if dated else held[-1]
+    in_force = [item for item in prices if is_in_force(item.get("effectiveTime"), None, now)]
+    dated = [item for item in in_force if instant(item.get("effectiveTime")) is not None]
+    return max(dated, key=lambda item: instant(item["effectiveTime"]) or now) if dated else in_force[-1]
 
 
 def _unit_price(sku: Mapping[str, Any]) -> tuple[float | None, object]:

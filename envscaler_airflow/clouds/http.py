@@ -94,8 +94,8 @@ class Caller:
             raise BackendError(text, transient=True) from err
         if status != httpx.codes.OK:
             is_transient = status == httpx.codes.TOO_MANY_REQUESTS or status >= 500
-            said = content[:200].decode(errors="replace")
-            raise BackendError(f"{what} answered {status}: {said}", status=status, transient=is_transient)
+            body = content[:200].decode(errors="replace")
+            raise BackendError(f"{what} answered {status}: {body}", status=status, transient=is_transient)
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as err:

@@ -191,7 +191,7 @@ class CheckpointHook(BaseHook):
             except CheckpointError as err:
                 self.log.warning("%s: %s", name, err)
             else:
-                yield _told(name, run.uri(checkpoints.checkpoint_prefix(name)), manifest)
+                yield _checkpoint_of(name, run.uri(checkpoints.checkpoint_prefix(name)), manifest)
 
 
 def _newest_generation(run: Store) -> int:
@@ -201,7 +201,7 @@ def _newest_generation(run: Store) -> int:
     return max((key[0] for key in keys if key is not None), default=0)
 
 
-def _told(name: str, uri: str, manifest: Manifest) -> Checkpoint:
+def _checkpoint_of(name: str, uri: str, manifest: Manifest) -> Checkpoint:
     return Checkpoint(
         name=name,
         uri=uri,

@@ -35,7 +35,7 @@ class _Answer:
     text: str
 
     @property
-    def said(self) -> str:
+    def reason(self) -> str:
         """Return the server's own message."""
         try:
             return str(json.loads(self.text)["error"])[:200]
@@ -96,10 +96,10 @@ class Prometheus:
             why = str(err) or type(err).__name__
             raise BackendError(f"{self._shown}: Prometheus does not answer: {why}", transient=True) from err
         if answer.status in (400, 422):
-            raise SpecError(f"{self._shown}: {answer.said}")
+            raise SpecError(f"{self._shown}: {answer.reason}")
         if answer.status != httpx.codes.OK:
             raise BackendError(
-                f"{self._shown}: Prometheus answers {answer.status}: {answer.said}",
+                f"{self._shown}: Prometheus answers {answer.status}: {answer.reason}",
                 status=answer.status,
                 transient=answer.status >= httpx.codes.INTERNAL_SERVER_ERROR,
             )
@@ -194,7 +194,7 @@ def _of_setting() -> Prometheus:
             "no Prometheus server is named: set [envscaler] prometheus_url, "
             "or give the ScalingSensor a prometheus_conn_id"
         )
-    return _asked(server_of_url(url, "[envscaler] prometheus_url", _WHAT))
+    return _client_of(server_of_url(url, "[envscaler] prometheus_url", _WHAT))
 
 
 def _of_connection(conn_id: str) -> Prometheus:
@@ -206,8 +206,8 @@ def _of_connection(conn_id: str) -> Prometheus:
         connection: Any = BaseHook.get_connection(conn_id)
     except AirflowException as err:
         raise SpecError(f"connection {conn_id!r}: {err!s:.200}") from err
-    return _asked(http_server(connection, _WHAT))
+    return _client_of(http_server(connection, _WHAT))
 
 
-def _asked(server: HttpServer) -> Prometheus:
+def _client_of(server: HttpServer) -> Prometheus:
     return Prometheus(server.url, auth=server.auth, headers=server.headers, verify=server.verify)

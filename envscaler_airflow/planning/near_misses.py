@@ -124,14 +124,14 @@ def unknown_gpus(needs: Sequence[Requirements], table: OfferTable) -> list[str]:
     names = sorted({kind.gpu_name for kind in table.kinds if kind.gpu_name is not None and kind.gpus >= 1})
     lower = {name.casefold(): name for name in names}
     notes = []
-    for asked in dict.fromkeys(name for need in needs for name in need.gpu_types):
-        if asked.casefold() in lower:
+    for wanted in dict.fromkeys(name for need in needs for name in need.gpu_types):
+        if wanted.casefold() in lower:
             continue
-        near = difflib.get_close_matches(asked.casefold(), lower, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(wanted.casefold(), lower, n=3, cutoff=0.5)
         hint = f"there are {', '.join(names)}" if names else "none has any"
         if near:
             hint = f"did you mean {' or '.join(lower[name] for name in near)}?"
-        notes.append(f"no offer has a GPU named {asked}: {hint}")
+        notes.append(f"no offer has a GPU named {wanted}: {hint}")
     return notes
 
 

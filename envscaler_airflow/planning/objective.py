@@ -117,11 +117,11 @@ def estimate(
     start_s = extra.start_s if is_start else 0.0
     train_s = speed.seconds_for(units)
     checkpoints_s = _checkpoint_seconds(train_s, extra)
-    held = _held_hours(units, speed, extra, interruptions_per_hour, is_start=is_start)
+    billed = _billed_hours(units, speed, extra, interruptions_per_hour, is_start=is_start)
     money: list[float | None] = [None] * 3
     if usd_per_hour is not None:
-        money = [also.usd(hours * SECONDS_PER_HOUR, usd_per_hour) for hours in held]
-    (hours, low, high), (usd, usd_low, usd_high) = held, money
+        money = [also.usd(hours * SECONDS_PER_HOUR, usd_per_hour) for hours in billed]
+    (hours, low, high), (usd, usd_low, usd_high) = billed, money
     return Estimate(
         hours=hours,
         hours_low=low,
@@ -139,7 +139,7 @@ def estimate(
     )
 
 
-def _held_hours(
+def _billed_hours(
     units: float, speed: Speed, overheads: Overheads, per_hour: float, *, is_start: bool
 ) -> tuple[float, float, float]:
     """Expected hours, and their 10th and 90th percentile."""

@@ -157,10 +157,10 @@ def _fits_gpus(need: Requirements, node: InstanceType) -> bool:
 def _place_misfits(requirements: Requirements, offer: Offer) -> list[Misfit | None]:
     found: list[Misfit | None] = []
     for need in ("cloud", "region", "zone", "instance_type"):
-        asked, has = getattr(requirements, need), getattr(offer, need)
+        wanted, has = getattr(requirements, need), getattr(offer, need)
         # An offer without a zone is available in every zone.
-        if asked is not None and has is not None and asked != has:
-            found.append(Misfit(need, f"{need} is {has or 'none'}, {asked} asked"))
+        if wanted is not None and has is not None and wanted != has:
+            found.append(Misfit(need, f"{need} is {has or 'none'}, {wanted} asked"))
     return found
 
 
@@ -215,10 +215,10 @@ def _gpu_memory_misfits(requirements: Requirements, has_gb: float | None) -> lis
     return [_too_little("gpu.memory", least or 0.0, has_gb, "GB of GPU memory")]
 
 
-def _too_little(need: str, asked: float, has: float, unit: str) -> Misfit | None:
-    if has >= asked:
+def _too_little(need: str, wanted: float, has: float, unit: str) -> Misfit | None:
+    if has >= wanted:
         return None
-    return Misfit(need, f"has {has:g} {unit}, {asked:g} asked", 1 - has / asked)
+    return Misfit(need, f"has {has:g} {unit}, {wanted:g} asked", 1 - has / wanted)
 
 
 def requirements_of(spec: EnvSpec, *, while_running: bool = False) -> tuple[Requirements, ...]:
@@ -243,16 +243,16 @@ def is_ordered(spec: EnvSpec) -> bool:
 
 
 def _of_resources(spec: EnvSpec, resources: Resources, nodes: NodeRange) -> Requirements:
-    asked, gpu = resources.requests, resources.requests.gpu
+    requests, gpu = resources.requests, resources.requests.gpu
     named: tuple[str, ...] = () if gpu is None else gpu.type
     types = tuple(name for name in named if name.casefold() not in VENDORS)
     vendor: str | None = None if gpu is None else gpu.vendor
     if not types and named:  # SkyPilot's "nvidia:40GB+"
         vendor = named[0].casefold()
     return Requirements(
-        vcpus=asked.cpu_cores or 0.0,
-        memory_gib=asked.memory_gib or 0.0,
-        gpus=asked.gpu_count,
+        vcpus=requests.cpu_cores or 0.0,
+        memory_gib=requests.memory_gib or 0.0,
+        gpus=requests.gpu_count,
         gpu_types=types,
         gpu_memory_gb=None if gpu is None else gpu.memory_gb,
         gpu_memory_max_gb=None if gpu is None else gpu.memory_max_gb,

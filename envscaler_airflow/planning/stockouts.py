@@ -107,8 +107,8 @@ def classify(
         for name, (kind, scope) in refusals.items():
             if re.search(rf"(?<![A-Za-z_.]){re.escape(name)}(?![A-Za-z_])", text):
                 return name, kind, scope
-    said = _UNSCHEDULABLE.search(message)
-    return None if said is None else (f"Unschedulable: {said[0]}", "capacity", "offer")
+    found = _UNSCHEDULABLE.search(message)
+    return None if found is None else (f"Unschedulable: {found[0]}", "capacity", "offer")
 
 
 def met(

@@ -15,9 +15,9 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
     BY_GPU,
     SPOT,
     UNLABELLED,
-    borne_taints,
     gpu_resource,
     node_type,
+    tolerated_taints,
 )
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import Accelerator, unit_name
@@ -87,7 +87,7 @@ def derived_offers(
         if not _may_ever_run(node, seen):
             continue
         for kind, capacity in kinds_of(node).items():
-            takes_now = seen.is_usable and is_borne(node, kind, settings)
+            takes_now = seen.is_usable and is_tolerated(node, kind, settings)
             is_wanted = capacity.vcpus >= 1 and capacity.memory_gib > 0 and takes_now != is_later
             if not is_wanted or not _is_addressed(node, kind, settings):
                 continue
@@ -170,9 +170,9 @@ def is_usable(node: Mapping[str, Any]) -> bool:
     return read_node(node).is_usable
 
 
-def is_borne(node: Mapping[str, Any], kind: NodeGroup, settings: Settings) -> bool:
+def is_tolerated(node: Mapping[str, Any], kind: NodeGroup, settings: Settings) -> bool:
     """True when pods of such an offer tolerate every taint that keeps others off the node."""
-    ours = borne_taints(settings, has_gpus=kind.gpu is not None, is_spot=kind.capacity_type == "spot")
+    ours = tolerated_taints(settings, has_gpus=kind.gpu is not None, is_spot=kind.capacity_type == "spot")
     taints = (node.get("spec") or {}).get("taints") or ()
     return all(
         any(one["key"] == taint.get("key") and one.get("value") in (None, taint.get("value")) for one in ours)
@@ -290,7 +290,7 @@ def free_nodes(
         fitting = (
             _pods_in(with_sidecar(offer), capacity)
             for node, capacity in by_resource[resource]
-            if (kind := _kind_for(node, offer, resource)) and is_borne(node, kind, settings)
+            if (kind := _kind_for(node, offer, resource)) and is_tolerated(node, kind, settings)
         )
         found[offer.name] = sum(fitting)
     return found

@@ -138,12 +138,12 @@ def tolerations(offer: Offer, settings: Settings) -> list[dict[str, Any]]:
         }
         for state in ("not-ready", "unreachable")
     ]
-    found += borne_taints(settings, has_gpus=bool(offer.gpus), is_spot=offer.capacity_type == "spot")
+    found += tolerated_taints(settings, has_gpus=bool(offer.gpus), is_spot=offer.capacity_type == "spot")
     chosen = settings.node_class(offer)
     return [*found, *(dict(one) for one in (chosen.tolerations if chosen else ()))]
 
 
-def borne_taints(settings: Settings, *, has_gpus: bool, is_spot: bool) -> list[dict[str, Any]]:
+def tolerated_taints(settings: Settings, *, has_gpus: bool, is_spot: bool) -> list[dict[str, Any]]:
     """Tolerations of the taints with which clusters keep other pods off such nodes."""
     found = [_bears(key, value) for key, value in GPU_TAINTS] if has_gpus else []
     if is_spot:
