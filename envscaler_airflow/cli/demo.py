@@ -32,10 +32,10 @@ from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.owner.report import run_report
+from envscaler_airflow.owner.report import run_bill, run_report
 from envscaler_airflow.planning.amounts import duration_text
-from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState, outcome_of
+from envscaler_airflow.run.cost import Bill
 from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
@@ -197,7 +197,7 @@ class Demo:
 
     def _summary(self, state: str) -> dict[str, Any]:
         reports = {
-            stage: run_report(story.state, now=time.time())
+            stage: run_report(story.state, now=time.time()).to_dict()
             for stage, story in self._stories.items()
             if story.state.attempts
         }
@@ -396,7 +396,7 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
             kept, again = after.end.start_step, before.step
             steps = f", {again - kept} steps done again" if again is not None and kept is not None else ""
             lines.append(f"attempt {before.number} was lost, attempt {after.number} went on{steps}")
-    worth = _worth(run_report(train, now=stories["train"].now())["bill"], stories["train"].value_of_hour())
+    worth = _worth(run_bill(train, now=stories["train"].now()), stories["train"].value_of_hour())
     lines += [worth] if worth else []
     metrics = stories["train"].output_json("model", "metrics.json")
     if metrics:
@@ -418,17 +418,17 @@ def _share(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) and not isinstance(value, bool) else "?"
 
 
-def _worth(bill: dict[str, Any], hour_usd: float | None) -> str | None:
+def _worth(bill: Bill, hour_usd: float | None) -> str | None:
     """The objective of the run and of the plan that never moves; None when a part of it is unknown."""
-    static = bill.get("static") or {}
-    known = [bill.get("usd"), bill.get("wall_s"), static.get("usd"), static.get("hours")]
-    if hour_usd is None or any(value is None for value in known):
+    static = bill.static
+    if hour_usd is None or bill.usd is None or bill.wall_s is None or static is None:
         return None
-    usd, wall_s, static_usd, static_hours = (float(value) for value in known if value is not None)
-    name = Allocation.from_dict(static["allocation"]).name
+    if static.usd is None or static.hours is None:
+        return None
     return (
-        f"with an hour worth ${hour_usd:.2f}, cost plus time was ${usd + hour_usd * wall_s / 3600:.4f}; "
-        f"on {name} throughout, with no loss, ${static_usd + hour_usd * static_hours:.4f}"
+        f"with an hour worth ${hour_usd:.2f}, cost plus time was "
+        f"${bill.usd + hour_usd * bill.wall_s / 3600:.4f}; on {static.allocation.name} throughout, "
+        f"with no loss, ${static.usd + hour_usd * static.hours:.4f}"
     )
 
 

@@ -335,12 +335,11 @@ def exit_code(state: RunState) -> int:
 
 
 def _answer(run: Run, state: RunState, outputs: Mapping[str, str], code: int) -> dict[str, Any]:
-    report = run_report(state, now=run.now())
     return {
         "run": run.prefix,
         "status": state.status,
         "reason": state.reason,
         "exit_code": code,
         "outputs": dict(outputs),
-        "report": report,
+        "report": run_report(state, now=run.now()).to_dict(),
     }

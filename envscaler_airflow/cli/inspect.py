@@ -122,7 +122,7 @@ def status(
     waits = found.lease.known().waits if state.live is not None else ""
     parameters = found.parameters(state.spec_hash)
     if as_json:
-        body = {**run_report(state, now=found.now()), **row.to_dict()}
+        body = {**run_report(state, now=found.now()).to_dict(), **row.to_dict()}
         nodes = [json.loads(node.to_json()) for node in said if node is not None]
         click.echo(json.dumps({**body, "parameters": parameters, "nodes": nodes, "waits": waits}))
     else:
@@ -258,8 +258,8 @@ def _print_logs(
 def report(run: str, *, as_json: bool, store: Store) -> None:
     """Show what RUN cost, by attempt, and where the time went."""
     _, state = followed(store, run)
-    body = run_report(state, now=store.now())
+    found = run_report(state, now=store.now())
     if as_json:
-        click.echo(json.dumps(body))
+        click.echo(json.dumps(found.to_dict()))
     else:
-        print_report(body)
+        print_report(found)

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from envscaler_agent.protocol import Status
-from envscaler_airflow.owner.report import why_ended
+from envscaler_airflow.owner.report import Report, why_ended
 from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.run import RunState
+from envscaler_airflow.run.cost import Bill
 from envscaler_airflow.run.narration import allocation_name, printable, totals, transfer_text
 
 LEAST_COLUMNS = 80
@@ -153,40 +154,39 @@ def _node_line(node: Status) -> str:
     return f"node {node.node}: {node.phase}{moving}, {node.health}, step {step}{speed}{loss}{message}"
 
 
-def print_report(body: Mapping[str, Any], console: Console | None = None) -> None:
+def print_report(report: Report, console: Console | None = None) -> None:
     """The cost report: a line for each attempt, the pauses, and the totals against a static plan."""
     console = console or _own_console()
-    bill = body["bill"]
+    bill = report.bill
     table = Table(title="Attempts", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("ATTEMPT", "ALLOCATION", "SECONDS", "$/h", "USD", "STEPS", "LOST", "ENDED"):
         _add_column(table, column)
-    for line in bill.get("lines", ()):
-        use = line["use"]
+    for line in bill.lines:
         table.add_row(
-            f"g{use['generation']}-a{use['attempt']}",
-            allocation_name(use["allocation"]),
-            _number(line.get("wall_s"), ".0f"),
-            _number(line.get("usd_per_node_hour"), ".4f"),
-            _cost(line.get("usd"), line.get("least_usd")).replace("$", ""),
-            _shown(line.get("steps")),
-            _shown(line.get("lost_steps")),
-            use.get("why_ended") or "runs",
+            line.use.name,
+            allocation_name(line.use.allocation),
+            _number(line.wall_s, ".0f"),
+            _number(line.usd_per_node_hour, ".4f"),
+            _cost(line.usd, line.least_usd).replace("$", ""),
+            _shown(line.steps),
+            _shown(line.lost_steps),
+            line.use.why_ended or "runs",
         )
     console.print(table)
     _print_pauses(console, bill)
-    for line in totals(bill):
-        console.print(line)
-    for attempt in body.get("attempts", ()):
-        if attempt.get("outcome") == "succeeded" and attempt.get("detail"):
-            console.print(f"warning: attempt {attempt['attempt']}: {printable(attempt['detail'])}")
-    for source in sorted({a["price_source"] for a in body.get("attempts", ()) if a.get("price_source")}):
+    for text in totals(bill):
+        console.print(text)
+    for attempt in report.attempts:
+        if attempt.outcome == "succeeded" and attempt.detail:
+            console.print(f"warning: attempt {attempt.attempt}: {printable(attempt.detail)}")
+    for source in sorted({attempt.price_source for attempt in report.attempts if attempt.price_source}):
         console.print(f"price: {source}")
-    for note in bill.get("notes", ()):
+    for note in bill.notes:
         console.print(f"note: {note}")
 
 
-def _print_pauses(console: Console, bill: Mapping[str, Any]) -> None:
-    if not bill.get("pauses"):
+def _print_pauses(console: Console, bill: Bill) -> None:
+    if not bill.pauses:
         return
     table = Table(
         "BETWEEN",
@@ -198,10 +198,9 @@ def _print_pauses(console: Console, bill: Mapping[str, Any]) -> None:
         padding=(0, 1),
         pad_edge=False,
     )
-    for pause in bill["pauses"]:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in pause.get("parts", {}).items())
-        between = f"a{pause['before']} and a{pause['after']}"
-        table.add_row(between, pause.get("why", ""), _number(pause.get("total_s"), ".1f"), parts)
+    for pause in bill.pauses:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in pause.parts.items())
+        table.add_row(f"a{pause.before} and a{pause.after}", pause.why, _number(pause.total_s, ".1f"), parts)
     console.print(table)
 
 

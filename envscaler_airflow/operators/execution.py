@@ -34,6 +34,7 @@ from envscaler_airflow.owner.stage import (
 )
 from envscaler_airflow.owner.stage import postponed as again
 from envscaler_airflow.run import Actor, AttemptState, Event, RunState
+from envscaler_airflow.run.cost import Bill
 from envscaler_airflow.run.event_bodies import AttemptEnded, NewGeneration
 from envscaler_airflow.run.narration import describe, totals
 from envscaler_airflow.store import Run, RunKey, check_store
@@ -146,9 +147,9 @@ class Transcript:
     def _totals(self) -> list[str]:
         text = self._run.read(RESULT, max_bytes=MAX_RESULT_BYTES)
         try:
-            body = json.loads(text or b"{}")
-            return [f"cost: {line}" for line in totals(body["report"]["bill"])]
-        except (AttributeError, KeyError, TypeError, ValueError):
+            bill = Bill.from_dict(json.loads(text or b"{}")["report"]["bill"])
+            return [f"cost: {line}" for line in totals(bill)]
+        except (KeyError, TypeError, ValueError):
             return []
 
 

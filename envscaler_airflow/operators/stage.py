@@ -340,7 +340,7 @@ class EnvStageOperator(_Connected):
         if self.do_xcom_push:
             for name, uri in delivered.outputs.items():
                 context["ti"].xcom_push(key=name, value=uri)
-        return {"outputs": delivered.outputs, "report": delivered.report}
+        return {"outputs": delivered.outputs, "report": delivered.report.to_dict()}
 
     def _record_acceptance(self, execution: Execution) -> None:
         try:

@@ -426,14 +426,14 @@ def _fail(owned: OwnedRun, state: RunState, action: Action) -> RunState:
         failed = bodies.Failed(generation=state.generation, reason=action.reason, failure=action.failure)
         return owned.append(state, failed)
     message = report.failure_message(state)
-    _write_result(owned, state, report.run_report(state, now=owned.run.now()))
+    _write_result(owned, state)
     raise BudgetError(message) if state.failure == "budget" else RunFailedError(message)
 
 
 def _halt(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     if state.status != "stopped":
         return owned.append(state, bodies.Stopped(generation=state.generation, reason=action.reason))
-    _write_result(owned, state, report.run_report(state, now=owned.run.now()))
+    _write_result(owned, state)
     again = (
         "clear the task, or start the run again by its name, to take it up "
         "(a clear while a worker ran the task may count as a retry: clear it once more)"
@@ -446,26 +446,26 @@ def _deliver(owned: OwnedRun, state: RunState, action: Action) -> _Result:
     after = owned.append(state, bodies.Delivered(generation=state.generation))
     if after.number == state.number or owned.actor not in after.delivered:
         return after
-    body = report.run_report(after, now=owned.run.now())
-    _write_result(owned, after, body)
-    return Delivered(dict(after.outputs), body)
+    return Delivered(dict(after.outputs), _write_result(owned, after))
 
 
 def _mismatch(owned: OwnedRun, state: RunState, action: Action) -> NoReturn:
     raise ProtocolError(f"run {owned.run.prefix}, event {state.number}: {action.reason}")
 
 
-def _write_result(owned: OwnedRun, state: RunState, body: Mapping[str, Any]) -> None:
+def _write_result(owned: OwnedRun, state: RunState) -> report.Report:
+    found = report.run_report(state, now=owned.run.now())
     whole = {
         "schema": protocol.SCHEMA,
         "status": state.status,
         "generation": state.generation,
         "outputs": dict(state.outputs),
         "reason": state.reason,
-        "report": body,
+        "report": found.to_dict(),
     }
     owned.check_still_owner(state)
     owned.run.write(RESULT, json.dumps(whole, indent=1).encode())
+    return found
 
 
 _ACTIONS: Mapping[str, Callable[[OwnedRun, RunState, Action], _Result]] = {

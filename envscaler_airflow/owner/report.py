@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from envscaler_agent.protocol import Status
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.owner.usage import begun_at, by_span, spans_of
+from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import AttemptState, RunState, outcome_of
 from envscaler_airflow.run.cost import Bill, Pause, UsageInterval, Use, bill
 from envscaler_airflow.store.run import Run
@@ -88,40 +89,61 @@ def _made_steps(state: RunState, uses: Sequence[Use]) -> bool:
     return state.status == "succeeded" and last is not None and None not in (last.first_step, last.last_step)
 
 
-def run_report(state: RunState, *, now: float) -> dict[str, Any]:
-    """Return the cost report as JSON, for XCom, ``result.json`` and ``envscaler report``."""
-    attempts = state.attempts_of(state.generation)
-    return {
-        "status": state.status,
-        "generation": state.generation,
-        "reason": state.reason,
-        "bill": run_bill(state, now=now).to_dict(),
-        "attempts": [_described(attempt) for attempt in attempts],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptReport(Record):
+    """How one attempt went; the fields after *reason* are those of its end."""
+
+    attempt: int
+    allocation: str
+    price_source: str
+    reason: str
+    outcome: str | None = None
+    detail: str | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    start_step: int | None = None
+    step: int | None = None
+    checkpoint: str | None = None
+    restored_from: str | None = None
+    rejected: tuple[str, ...] | None = None
+    repeated_samples: int | None = None
 
 
-def _described(attempt: AttemptState) -> dict[str, Any]:
-    keys = (
-        "outcome",
-        "detail",
-        "exit_code",
-        "signal",
-        "start_step",
-        "step",
-        "checkpoint",
-        "restored_from",
-        "rejected",
-        "repeated_samples",
+@dataclass(frozen=True, slots=True)
+class Report(Record):
+    """The cost report of a generation; its JSON is in XCom, ``result.json`` and ``envscaler report``."""
+
+    status: str
+    generation: int
+    reason: str
+    bill: Bill
+    attempts: tuple[AttemptReport, ...] = ()
+
+
+def run_report(state: RunState, *, now: float) -> Report:
+    """Return the cost report of the current generation."""
+    attempts = tuple(_described(attempt) for attempt in state.attempts_of(state.generation))
+    return Report(state.status, state.generation, state.reason, run_bill(state, now=now), attempts)
+
+
+def _described(attempt: AttemptState) -> AttemptReport:
+    end, offers = attempt.end, [part.offer for part in attempt.allocation.parts]
+    return AttemptReport(
+        attempt=attempt.number,
+        allocation=attempt.allocation.name,
+        price_source="; ".join(dict.fromkeys(offer.price_source for offer in offers)),
+        reason=attempt.reason,
+        outcome=end.outcome or None,
+        detail=end.detail,
+        exit_code=end.exit_code,
+        signal=end.signal,
+        start_step=end.start_step,
+        step=end.step,
+        checkpoint=end.checkpoint,
+        restored_from=end.restored_from,
+        rejected=end.rejected,
+        repeated_samples=end.repeated_samples,
     )
-    end = {} if attempt.ended is None else attempt.ended.to_dict()
-    described = {key: end[key] for key in keys if key in end}
-    return {
-        "attempt": attempt.number,
-        "allocation": attempt.allocation.name,
-        "price_source": "; ".join(dict.fromkeys(one.offer.price_source for one in attempt.allocation.parts)),
-        "reason": attempt.reason,
-        **described,
-    }
 
 
 def failure_message(state: RunState) -> str:

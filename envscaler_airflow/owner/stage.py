@@ -11,6 +11,7 @@ from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError, SpecError, StoreError
+from envscaler_airflow.owner.report import Report
 from envscaler_airflow.owner.usage import Span
 from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import Actor, Handle, RunState
@@ -187,11 +188,11 @@ class Delivered:
 
     Attributes:
         outputs: Output name to its URI.
-        report: Cost report, JSON.
+        report: What it cost.
     """
 
     outputs: dict[str, str]
-    report: dict[str, Any]
+    report: Report
 
 
 FIRST_S = 15.0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from envscaler_agent.protocol import Status
 from envscaler_airflow.planning.amounts import (
     SAME,
@@ -16,6 +13,7 @@ from envscaler_airflow.planning.amounts import (
 )
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import event_bodies as bodies
+from envscaler_airflow.run.cost import Bill, StaticPlan
 from envscaler_airflow.run.events import Event
 from envscaler_airflow.run.state import AttemptState, RunState
 
@@ -67,47 +65,45 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def totals(bill: Mapping[str, Any]) -> list[str]:
-    """Sum up *bill*, ``Bill.to_dict()``: what the run cost, and what a static plan would have cost."""
-    split = bill.get("usd_split") or {}
-    names = {"compute": "compute", "provisioning": "provisioning", "lost": "lost work", "idle": "idle"}
-    parts = [
-        f"{label} {usd_text(split[name])}" for name, label in names.items() if split.get(name) is not None
-    ]
+def totals(bill: Bill) -> list[str]:
+    """Sum up *bill*: what the run cost, and what a static plan would have cost."""
+    split = bill.usd_split
+    named = {
+        "compute": split.compute,
+        "provisioning": split.provisioning,
+        "lost work": split.lost,
+        "idle": split.idle,
+    }
+    parts = [f"{label} {usd_text(usd)}" for label, usd in named.items() if usd is not None]
     where = f" ({', '.join(parts)})" if parts else ""
-    usd, known = bill.get("usd"), bill.get("known_usd")
-    total = f"at least {usd_text(known)}" if usd is None and known else _usd(usd)
-    lines = [f"total {total} in {_duration(bill.get('wall_s'))}{where}"]
-    static = bill.get("static")
-    if static and static.get("usd") is not None:
-        hours = static.get("hours")
-        time = _duration(None if hours is None else hours * 3600)
-        plan = allocation_name(static["allocation"])
-        lines.append(
-            f"static plan ({plan} throughout): {usd_text(static['usd'])} in {time}{_against_static(bill)}"
-        )
+    is_least = bill.usd is None and bill.known_usd
+    total = f"at least {usd_text(bill.known_usd)}" if is_least else _usd(bill.usd)
+    lines = [f"total {total} in {_duration(bill.wall_s)}{where}"]
+    static = bill.static
+    if static is not None and static.usd is not None:
+        time = _duration(None if static.hours is None else static.hours * 3600)
+        plan = f"static plan ({allocation_name(static.allocation)} throughout): {usd_text(static.usd)}"
+        lines.append(f"{plan} in {time}{_against_static(bill, static)}")
     return lines
 
 
-def allocation_name(allocation: Mapping[str, Any]) -> str:
-    """Return the name for ``Allocation.to_dict()``: ``2 x aws/us-east-1/p5.48xlarge``."""
-    if allocation.get("rest"):
-        return Allocation.from_dict(allocation).name  # its parts differ only by capacity type
-    offer, nodes = allocation["offer"], allocation.get("nodes", 1)
-    parts = [offer["cloud"], offer.get("region"), offer.get("zone"), offer["instance_type"]]
-    name = "/".join(part for part in parts if part)
+def allocation_name(allocation: Allocation) -> str:
+    """Return ``2 x aws/us-east-1/p5.48xlarge``, without the capacity type unless its parts differ by it."""
+    if allocation.is_mixed:
+        return allocation.name
+    offer, nodes = allocation.offer, allocation.nodes
+    name = "/".join(part for part in (offer.cloud, offer.region, offer.zone, offer.instance_type) if part)
     return name if nodes == 1 else f"{nodes} x {name}"
 
 
-def _against_static(bill: Mapping[str, Any]) -> str:
+def _against_static(bill: Bill, static: StaticPlan) -> str:
     """Return ``; this run cost $0.0008 more and took 20 s less``, or ``, the same as this run``."""
-    saved, wall_s, hours = bill.get("saved_usd"), bill.get("wall_s"), bill["static"].get("hours")
-    if saved is None:
+    if bill.saved_usd is None or static.usd is None:
         return ""
-    usd = usd_less(saved, of=bill["static"]["usd"])
-    if wall_s is None or hours is None:
+    usd = usd_less(bill.saved_usd, of=static.usd)
+    if bill.wall_s is None or static.hours is None:
         return f"; this run cost {usd}"
-    time = duration_less(hours * 3600 - wall_s)
+    time = duration_less(static.hours * 3600 - bill.wall_s)
     return ", the same as this run" if usd == time == SAME else f"; this run cost {usd} and took {time}"
 
 

@@ -51,8 +51,8 @@ def test_the_bill_is_the_one_that_was_delivered(release):
 
     got = run_report(state, now=0.0)
 
-    assert got["bill"]["usd"] == pytest.approx(delivered["bill"]["usd"])
-    assert got["bill"]["steps"] == delivered["bill"]["steps"]
+    assert got.bill.usd == pytest.approx(delivered["bill"]["usd"])
+    assert got.bill.steps == delivered["bill"]["steps"]
 
 
 def test_every_file_of_the_run_is_read(release):

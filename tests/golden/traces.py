@@ -12,6 +12,7 @@ from golden.runs import RUNS
 
 from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_airflow.run import Event, Facts, NodeStatus, Observed, fold, next_action
+from envscaler_airflow.run.cost import Bill
 from envscaler_airflow.run.narration import describe, totals
 
 GIB = 1 << 30
@@ -61,7 +62,7 @@ def narration(name):
         state = fold([event], state)
         lines.append(f"{event.number:2} {describe(event, state)}")
     result = json.loads(stored(f"runs/{name}/result.json"))
-    return "\n".join([*lines, *totals(result["report"]["bill"])]) + "\n"
+    return "\n".join([*lines, *totals(Bill.from_dict(result["report"]["bill"]))]) + "\n"
 
 
 def _cases(live):

@@ -13,6 +13,7 @@ from rich.console import Console
 from envscaler_agent.protocol import Status, Transfer
 from envscaler_airflow.cli.market import print_table
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
+from envscaler_airflow.owner.report import AttemptReport, Report
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.run import Event, RunState
 from envscaler_airflow.run.cost import UsageInterval, Use, bill
@@ -71,7 +72,7 @@ def test_a_bill_names_both_parts_of_a_mixed_attempt():
     )
     console = Console(width=200, file=io.StringIO())
 
-    print_report({"bill": found.to_dict()}, console)
+    print_report(Report("succeeded", 1, "", found), console)
 
     shown = " ".join(console.file.getvalue().split())
     assert (
@@ -89,9 +90,8 @@ def test_no_amount_is_cut_off_by_a_long_name_or_a_narrow_terminal(columns, capsy
     held = tuple(UsageInterval(node, 0.0, 36000.0) for node in range(4))
     use = Use(1, 1, Allocation(core, 4, rest=spot, rest_nodes=3), held, "succeeded", 100, 10, 0, 9000, 9000)
 
-    print_report(
-        {"bill": bill([use], now=0, tariffs={}).to_dict(), "attempts": [{"price_source": core.price_source}]}
-    )
+    attempt = AttemptReport(attempt=1, allocation="", price_source=core.price_source, reason="")
+    print_report(Report("succeeded", 1, "", bill([use], now=0, tariffs={}), (attempt,)))
 
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if "g1-a1" in line).split()

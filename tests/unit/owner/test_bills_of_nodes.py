@@ -80,7 +80,7 @@ def test_what_waited_and_was_changed_in_place_is_paid_by_its_prices(off_s):
     told = run_report(RunState(generation=1, attempts=(over,)), now=1e6 + 21 * HOUR)
 
     assert facts.usd_of(live, held, now=1e6 + 21 * HOUR) == pytest.approx(22.0)
-    assert told["bill"]["usd"] == pytest.approx(22.0)
+    assert told.bill.usd == pytest.approx(22.0)
 
 
 def test_a_closed_interval_is_as_long_as_the_provider_says():

@@ -36,7 +36,7 @@ def test_a_run_from_first_start_to_delivery(world):
     assert isinstance(waiting, Waiting)
     assert isinstance(got, Delivered)
     assert got.outputs == {"model": world.output}
-    assert got.report["bill"]["usd"] == pytest.approx(0.05)
+    assert got.report.bill.usd == pytest.approx(0.05)
     assert [event.type for event in world.log.read()] == [
         "generation",
         "attempt-intended",

@@ -135,9 +135,9 @@ def test_each_hour_is_paid_at_its_own_price(world):
     got = owner.resume(Wake("status"))
 
     assert isinstance(got, Delivered)
-    lines = got.report["bill"]["lines"]
-    assert got.report["bill"]["usd"] == pytest.approx(3.0)
-    assert [(line["usd"], line["steps"]) for line in lines] == [
+    lines = got.report.bill.lines
+    assert got.report.bill.usd == pytest.approx(3.0)
+    assert [(line.usd, line.steps) for line in lines] == [
         (pytest.approx(1.0), 100),
         (pytest.approx(2.0), 900),
     ]

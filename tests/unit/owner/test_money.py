@@ -79,7 +79,7 @@ def test_a_run_is_reported_and_counted_as_its_cloud_bills(new_world):
     world.succeed()
     report = owner.resume(Wake("status")).report
 
-    assert [metered, at_most, report["bill"]["usd"]] == pytest.approx([1 / 30] * 3)
+    assert [metered, at_most, report.bill.usd] == pytest.approx([1 / 30] * 3)
 
 
 def test_what_earlier_attempts_cost_is_gone_from_the_budget(world):
@@ -305,7 +305,7 @@ def test_a_machine_whose_clock_is_an_hour_off_is_neither_lost_nor_billed_wrong(w
 
     assert (early, late) == (None, None)
     assert spent == pytest.approx(0.025)
-    assert report["bill"]["usd"] == pytest.approx(0.025)
+    assert report.bill.usd == pytest.approx(0.025)
 
 
 def test_a_budget_that_comes_later_buys_no_attempt_of_unknown_price(new_world, caplog):

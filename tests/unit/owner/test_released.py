@@ -150,4 +150,4 @@ def test_it_ends_once_it_is_seen_and_the_report_has_its_whole_bill(world, zombie
     assert calls(world, "stop") == 1
     assert after.released_at is not None
     assert after.end.usd == pytest.approx(2 * PRICE)
-    assert report["bill"]["lines"][0]["usd"] == pytest.approx(2 * PRICE)
+    assert report.bill.lines[0].usd == pytest.approx(2 * PRICE)

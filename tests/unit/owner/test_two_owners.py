@@ -142,11 +142,11 @@ def test_an_owner_that_slept_before_its_last_word_overwrites_no_result(world, mo
     report = json.dumps({"status": "succeeded"}).encode()
     write_result = owner_module._write_result
 
-    def slept(owned, state, body):
+    def slept(owned, state):
         monkeypatch.undo()
         world.owner(max_tries=9).enter()
         world.store.write(f"{world.prefix}/result.json", report)
-        return write_result(owned, state, body)
+        return write_result(owned, state)
 
     monkeypatch.setattr(owner_module, "_write_result", slept)
     with pytest.raises(SupersededError):

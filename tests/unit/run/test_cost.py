@@ -147,7 +147,7 @@ def test_a_bill_by_statuses_alone_is_the_least_that_it_was():
         f"g1-a2: cost at least {usd_text(least)}, by the statuses of its nodes; "
         "the provider has no times of it any more"
     )
-    assert totals(got.to_dict())[0].startswith(f"total at least {usd_text(whole.usd)} in ")
+    assert totals(got)[0].startswith(f"total at least {usd_text(whole.usd)} in ")
 
 
 def test_an_attempt_that_was_never_held_costs_nothing():
