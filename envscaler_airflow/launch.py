@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from envscaler_airflow.envspec.models import EnvSpec, Volume
 from envscaler_airflow.envspec.resources import Resources
@@ -24,6 +25,8 @@ RENDEZVOUS_PORT = "$ENVSCALER_RENDEZVOUS_PORT"
 """Port of node 0, filled in the same way."""
 NODE_RANK = "$ENVSCALER_NODE"
 """Number of a node, filled in the same way."""
+KEEP = 3
+"""Checkpoints kept when the spec does not say. Source: the spec's own default, ``checkpoint.keep``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,56 @@ def _variable(kind: str, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """Settings of the wrapper and of ``Session``, which reach ``start.json`` as they are.
+
+    Attributes:
+        every: ``{"seconds"|"steps"|"epochs": n}`` between checkpoints; None without ``checkpoint:``.
+        align: ``now``, ``step`` or ``epoch``.
+        global_batch: Samples per step over all ranks; None when the spec does not say.
+        log_patterns: For scripts that do not import the library.
+        stall_factor, stall_min_s: When a training without steps counts as stalled; None: the wrapper's.
+        secret_env: Names of variables whose values are secrets.
+        success: ``all-steps`` where exit code 0 before the last step is a failure, else None.
+    """
+
+    every: Mapping[str, float] | None = None
+    align: str = "step"
+    global_batch: int | None = None
+    log_patterns: Mapping[str, str] = field(default_factory=dict)
+    stall_factor: float | None = None
+    stall_min_s: float | None = None
+    secret_env: tuple[str, ...] = ()
+    success: str | None = None
+
+    @classmethod
+    def of(cls, spec: EnvSpec) -> Session:
+        """The settings of *spec*."""
+        every = {} if spec.checkpoint is None else spec.checkpoint.every.model_dump(exclude_none=True)
+        return cls(
+            every={unit: float(count) for unit, count in every.items()} or None,
+            align=spec.checkpoint_align,
+            global_batch=None if spec.distributed is None else spec.distributed.global_batch,
+            log_patterns=dict(spec.metrics.log_patterns),
+            stall_factor=spec.stall.factor,
+            stall_min_s=spec.stall.min_s,
+            secret_env=tuple(item.name for item in spec.env if item.value_from is not None),
+            success="all-steps" if spec.success == "all-steps" else None,
+        )
+
+    def with_interval(self, seconds: float | None) -> Session:
+        """Copy with checkpoints at least every *seconds*, if its interval is a time; None changes nothing."""
+        every = (self.every or {}).get("seconds")
+        if not seconds or every is None or every <= seconds:
+            return self
+        return replace(self, every={"seconds": seconds})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its JSON, without what is not known."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """What every node of an attempt runs.
 
@@ -84,6 +137,9 @@ class Launch:
         image_login: Credentials of the image's registry.
         most_nodes: Most nodes that an elastic launch may have while it runs; None: their number is fixed.
         processes_per_node: Processes that the launcher starts on each node.
+        session: Settings of the training's side.
+        keep: Checkpoints to keep.
+        workdir_archive: Name of the code's archive in the run's folder; None without a workdir.
     """
 
     command: tuple[str, ...] = ()
@@ -95,6 +151,19 @@ class Launch:
     image_login: Reference | None = None
     most_nodes: int | None = None
     processes_per_node: int = 1
+    session: Session = field(default_factory=Session)
+    keep: int = KEEP
+    workdir_archive: str | None = None
+
+    def layout(self, local: Callable[[str], str] = str) -> dict[str, Any]:
+        """What ``layout.json`` has on every backend; *local* returns where a path of the spec is."""
+        return {
+            "workdir_archive": self.workdir_archive,
+            "outputs": {name: local(path) for name, path in self.paths.outputs.items()},
+            "checkpoint_path": local(self.paths.checkpoint) if self.paths.checkpoint else None,
+            "keep": self.keep,
+            "session": self.session.to_dict(),
+        }
 
     def need(self, offer: Offer) -> Resources:
         """The alternative of the spec for which *offer* was chosen."""
@@ -116,8 +185,8 @@ class Launch:
         return replace(self, resources=self.resources.model_copy(update={"requests": asked, "limits": most}))
 
 
-def launch_of(spec: EnvSpec, nodes: int) -> Launch:
-    """Return what each of *nodes* nodes of *spec* runs.
+def launch_of(spec: EnvSpec, nodes: int, *, workdir_archive: str | None = None) -> Launch:
+    """Return what each of *nodes* nodes of *spec* runs, with the code in *workdir_archive*.
 
     Raises:
         SpecError: This number of nodes cannot keep the global batch.
@@ -135,6 +204,9 @@ def launch_of(spec: EnvSpec, nodes: int) -> Launch:
         image_login=login,
         most_nodes=spec.node_bounds.max if distributed is not None and distributed.elastic else None,
         processes_per_node=spec.processes_per_node,
+        session=Session.of(spec),
+        keep=KEEP if spec.checkpoint is None else spec.checkpoint.keep,
+        workdir_archive=workdir_archive,
     )
 
 

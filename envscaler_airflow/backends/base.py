@@ -58,7 +58,6 @@ class AttemptRequest:
         allocation: Offer and nodes.
         launch: What every node runs; by default nothing, which is enough to find an attempt.
         secret_env: Variables whose values are secrets. Never written to disk, rendered or logged.
-        spec_name: Name of the frozen spec's file in the run's folder, ``spec-<hash>.json``, for the sidecar.
         store_options: Connection options of the store that contain no secret.
         store_login: How the sidecar opens the store where its machine has no identity of its own.
         deadline_s: Each machine stops itself after this many billed seconds plus the grace of its last save;
@@ -77,7 +76,6 @@ class AttemptRequest:
     allocation: Allocation
     launch: Launch = field(default_factory=Launch)
     secret_env: Mapping[str, str] = field(default_factory=dict)
-    spec_name: str = ""
     store_options: Mapping[str, Any] = field(default_factory=dict)
     store_login: StoreLogin = field(default_factory=StoreLogin)
     deadline_s: float | None = None

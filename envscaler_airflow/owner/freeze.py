@@ -103,7 +103,7 @@ def _differing(one: Any, other: Any, path: str) -> Iterator[str]:
         yield path
 
 
-def named_request(run: Run, live: AttemptState, *, spec_hash: str) -> AttemptRequest:
+def named_request(run: Run, live: AttemptState) -> AttemptRequest:
     """Return a request that identifies the attempt: enough to find what was started for it."""
     key = run.key()
     return AttemptRequest(
@@ -113,7 +113,6 @@ def named_request(run: Run, live: AttemptState, *, spec_hash: str) -> AttemptReq
         generation=live.generation,
         attempt=live.number,
         allocation=live.allocation,
-        spec_name=spec_name(spec_hash),
     )
 
 
@@ -134,9 +133,10 @@ def attempt_request(
     Raises:
         SpecError: A secret cannot be resolved, or this number of nodes cannot keep the global batch.
     """
-    launch = launch_of(spec, live.allocation.nodes)
+    archive = run.document(spec_hash).get(ARCHIVE_FIELD)
+    launch = launch_of(spec, live.allocation.nodes, workdir_archive=archive)
     return replace(
-        named_request(run, live, spec_hash=spec_hash),
+        named_request(run, live),
         launch=launch.resized(memory_bytes=live.memory_bytes, vcpus=live.vcpus),
         secret_env=_secrets(stage, spec),
         store_options=stage.store_options,

@@ -129,7 +129,7 @@ def carry_out(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     except (SpecError, CapacityError, NoOfferError, BackendError) as err:
         if isinstance(err, StoreError) or (isinstance(err, BackendError) and err.transient):
             raise
-        found = _find(owned, state, live)
+        found = _find(owned, live)
         if found is None:
             return _not_started(owned, state, live, err)
         handle = found
@@ -140,7 +140,7 @@ def discard(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     """End an attempt that was stopped before its start; first stop anything that was started for it."""
     live = live_of(state)
     owned.check_still_owner(state)
-    found = _find(owned, state, live)
+    found = _find(owned, live)
     if found is not None:
         return _started(owned, state, live, found)
     return owned.append(state, _unbilled_end(live, "stopped", action.reason))
@@ -151,10 +151,9 @@ def _started(owned: OwnedRun, state: RunState, live: AttemptState, handle: Handl
     return owned.append(state, started)
 
 
-def _find(owned: OwnedRun, state: RunState, live: AttemptState) -> Handle | None:
+def _find(owned: OwnedRun, live: AttemptState) -> Handle | None:
     """Return what an earlier execution started for the attempt without recording it."""
-    name = live.spec_hash or state.spec_hash
-    return owned.backend.find(freeze.named_request(owned.run, live, spec_hash=name))
+    return owned.backend.find(freeze.named_request(owned.run, live))
 
 
 def _request(owned: OwnedRun, state: RunState, live: AttemptState) -> AttemptRequest:

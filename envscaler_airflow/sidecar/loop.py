@@ -14,9 +14,9 @@ from collections.abc import Callable
 from envscaler_agent.protocol import MAX_JSON_BYTES, Ended, Status, status_name
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.launch import Session
 from envscaler_airflow.sidecar import owner_watch, setup
 from envscaler_airflow.sidecar.context import SidecarContext, WorkInterruptedError
-from envscaler_airflow.sidecar.frozen_spec import Frozen
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
 from envscaler_airflow.sidecar.snapshots import Snapshots
 from envscaler_airflow.sidecar.spool_state import State
@@ -44,7 +44,7 @@ class Heavy:
         self._checkpoints: Checkpoints | None = None
         self._outputs = Outputs(context)
         self._volumes = WriteBack(context)
-        self.frozen: Frozen | None = None
+        self.session: Session | None = None
 
     def step(self) -> None:
         """Do the next task.
@@ -63,8 +63,8 @@ class Heavy:
             context.memory.update(is_drained=True)
             return
         if self._checkpoints is None:
-            self.frozen = setup.read_spec(context)
-            self._checkpoints = Checkpoints(context, self.frozen.keep, volumes=self._volumes)
+            self.session = setup.session_of(context, setup.first_control(context))
+            self._checkpoints = Checkpoints(context, context.layout.keep, volumes=self._volumes)
         has_left = self._checkpoints.step()
         if has_left and context.memory.state.is_final_snapshot_done:
             ended = context.ended()
@@ -248,9 +248,9 @@ class Sidecar:
     def snapshot(self) -> None:
         """One round of snapshots, once their interval is known."""
         if self._snapshots is None:
-            if self.heavy.frozen is None and self._context.memory.state.failed is None:
+            if self.heavy.session is None and self._context.memory.state.failed is None:
                 return
-            every = self.heavy.frozen.every if self.heavy.frozen else None
+            every = self.heavy.session.every if self.heavy.session else None
             self._snapshots = Snapshots(self._context, every)
         self._snapshots.step()
 

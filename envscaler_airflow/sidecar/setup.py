@@ -13,9 +13,9 @@ from typing import Any
 from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
+from envscaler_airflow.launch import Session
 from envscaler_airflow.sidecar import owner_watch
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
-from envscaler_airflow.sidecar.frozen_spec import MAX_SPEC_BYTES, Frozen, read_frozen
 from envscaler_airflow.sidecar.inputs import copy_in
 from envscaler_airflow.sidecar.restore import empty, restore
 from envscaler_airflow.sidecar.writeback import WriteBack
@@ -35,13 +35,13 @@ def lay_out(context: SidecarContext) -> None:
     if context.spool.start.exists():
         context.memory.update(is_laid_out=True)
         return
-    frozen: Frozen | None = None
+    control: Control | None = None
     try:
         context.patiently(lambda: owner_watch.claim_node(context), what="claim")
-        frozen = read_spec(context)
-        body = _lay_out(context, frozen)
+        control = first_control(context)
+        body = _lay_out(context, control)
     except (SpecError, CheckpointError, ProtocolError, StoreError, SetupCancelledError, OSError) as err:
-        reason = _reason(context, err, has_answered=frozen is not None)
+        reason = _reason(context, err, has_answered=control is not None)
         body = {"failed": str(err), "reason": reason}
         context.memory.update(failed=f"set-up failed: {err}", failed_as=reason)
     else:
@@ -60,15 +60,14 @@ def _reason(context: SidecarContext, err: Exception, *, has_answered: bool) -> s
 
 def _is_away(context: SidecarContext) -> bool:
     try:
-        context.run.size(context.layout.spec)
+        context.run.size(control_name(context.who.generation, context.who.attempt))
     except StoreError as err:
         return err.transient
     return False
 
 
-def _lay_out(context: SidecarContext, frozen: Frozen) -> dict[str, Any]:
-    control = _first_control(context)
-    cwd = _workdir(context, frozen)
+def _lay_out(context: SidecarContext, control: Control) -> dict[str, Any]:
+    cwd = _workdir(context)
     for mount in context.layout.mounts:
         context.wanted()
         copy_in(context, mount)
@@ -87,33 +86,24 @@ def _lay_out(context: SidecarContext, frozen: Frozen) -> dict[str, Any]:
         "cwd": cwd,
         "env": env | ({"ENVSCALER_RESTORE": str(restored.path)} if restored else {}),
         "restore": restored.to_start() if restored else None,
-        "session": _session(context, frozen),
+        "session": _session(context, control),
     }
 
 
-def read_spec(context: SidecarContext) -> Frozen:
-    """The frozen spec that the launch names, from the store, with the interval that the owner requests.
+def first_control(context: SidecarContext) -> Control:
+    """The owner's control, once it has listed the checkpoints that this attempt may resume from.
 
     Raises:
         ProtocolError: It is absent or cannot be read.
         StoreError: The store did not answer in time.
     """
-    name = context.layout.spec
-    if not name:
-        raise ProtocolError("layout.json: spec: is missing; expected the name of the frozen spec")
-    body = context.patiently(lambda: context.run.read(name, max_bytes=MAX_SPEC_BYTES), what=name)
-    if body is None:
-        raise ProtocolError(f"{context.run.uri(name)} is absent: sidecar and owner must see the same store")
-    return read_frozen(body).with_interval(_first_control(context).checkpoint_every_s)
-
-
-def _first_control(context: SidecarContext) -> Control:
-    """The owner's control, once it has listed the checkpoints that this attempt may resume from."""
     name = control_name(context.who.generation, context.who.attempt)
     while True:
         body = context.patiently(lambda: context.run.read(name, max_bytes=MAX_JSON_BYTES), what=name)
         if body is None:
-            raise ProtocolError(f"{context.run.uri(name)} is absent: the owner writes it before the start")
+            raise ProtocolError(
+                f"{context.run.uri(name)} is absent: sidecar and owner must see the same store"
+            )
         control = Control.from_json(body, where=name)
         if control.action != "hold":
             context.messages.say("hold", None)
@@ -123,12 +113,12 @@ def _first_control(context: SidecarContext) -> Control:
         context.wanted()
 
 
-def _workdir(context: SidecarContext, frozen: Frozen) -> str | None:
+def _workdir(context: SidecarContext) -> str | None:
     if context.layout.work is None:
         return None
     work = Path(context.layout.work)
     work.mkdir(parents=True, exist_ok=True)
-    name = context.layout.workdir_archive or frozen.workdir_archive or _only_archive(context)
+    name = context.layout.workdir_archive
     if name is None:
         return str(work)
     match = _ARCHIVE.match(name)
@@ -146,32 +136,18 @@ def _workdir(context: SidecarContext, frozen: Frozen) -> str | None:
     return str(work)
 
 
-def _only_archive(context: SidecarContext) -> str | None:
-    names = [
-        name
-        for name in context.patiently(lambda: context.run.children(""), what="workdir")
-        if _ARCHIVE.match(name)
-    ]
-    if len(names) > 1:
-        raise ProtocolError(f"{len(names)} workdir archives and neither layout nor spec names one")
-    return names[0] if names else None
+def session_of(context: SidecarContext, control: Control) -> Session:
+    """The launch's settings, with the interval between checkpoints that the owner requests."""
+    return context.layout.session.with_interval(control.checkpoint_every_s)
 
 
-def _session(context: SidecarContext, frozen: Frozen) -> dict[str, Any]:
-    who = context.who
-    body = {
+def _session(context: SidecarContext, control: Control) -> dict[str, Any]:
+    who, path = context.who, context.layout.checkpoint_path
+    return {
         "generation": who.generation,
         "attempt": who.attempt,
         "node": who.node,
         "nodes": who.nodes,
-        "every": dict(frozen.every) if frozen.every else None,
-        "align": frozen.align,
-        "global_batch": frozen.global_batch,
-        "checkpoint_path": context.layout.checkpoint_path,
-        "log_patterns": dict(frozen.log_patterns),
-        "stall_factor": frozen.stall_factor,
-        "stall_min_s": frozen.stall_min_s,
-        "secret_env": list(frozen.secret_env),
-        "success": "all-steps" if frozen.success == "all-steps" else None,
+        **({"checkpoint_path": path} if path is not None else {}),
+        **session_of(context, control).to_dict(),
     }
-    return {name: value for name, value in body.items() if value is not None}

@@ -19,7 +19,6 @@ from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.sidecar import saver_layouts, tree
 from envscaler_airflow.sidecar.completeness import QUIET_S, Selection, Settling, is_open_for_writing
 from envscaler_airflow.sidecar.context import SidecarContext
-from envscaler_airflow.sidecar.frozen_spec import SNAPSHOT_EVERY
 from envscaler_airflow.sidecar.spool_state import Spool
 from envscaler_airflow.store.manifests import TreeFile
 from envscaler_airflow.store.root import COPY_BYTES, Place, Root
@@ -132,7 +131,7 @@ def _check_room(size: int, folder: Path) -> None:
 
 
 DEFAULT_S = 600.0
-"""Interval in seconds when the spec counts steps or epochs. Source: ``SNAPSHOT_EVERY``."""
+"""Seconds between snapshots when the spec names no time. Chosen: at most ten minutes of work are lost."""
 SLACK = 0.5
 """Fraction of the interval by which a save may be late. Chosen."""
 SLACK_LEAST_S = 15.0
@@ -227,7 +226,7 @@ class Snapshots:
     def __init__(self, context: SidecarContext, every: Mapping[str, float] | None) -> None:
         """Take one at the interval *every* (None: the default), and on request."""
         self._context = context
-        self._every = every or SNAPSHOT_EVERY
+        self._every = every or {"seconds": DEFAULT_S}
         self._settling = Settling(context.monotonic)
         self._silence = Silence(context, every)
         self._last_at = context.monotonic()
@@ -324,7 +323,7 @@ class Snapshots:
             return progress.step - (state.snapshot_step or state.start_step or 0) >= every["steps"]
         if "epochs" in every and progress.epoch is not None:
             return progress.epoch - (state.snapshot_epoch or 0) >= every["epochs"]
-        seconds = every.get("seconds", SNAPSHOT_EVERY["seconds"])
+        seconds = every.get("seconds", DEFAULT_S)
         return self._context.monotonic() - self._last_at >= seconds
 
     # -- the three occasions

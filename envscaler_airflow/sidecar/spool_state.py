@@ -32,6 +32,7 @@ from envscaler_agent.protocol import (
     parse_checkpoint_name,
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError
+from envscaler_airflow.launch import KEEP, Session
 from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.store.root import Root
 
@@ -72,15 +73,16 @@ class Mount(BaseModel):
 class Layout(BaseModel):
     """The paths of this node, from the backend (``layout.json``).
 
-    ``spec`` is the name of the frozen spec in the run's folder: the one that this attempt was launched with,
-    even if later owners write others. ``processes_per_node`` is set where nodes are added and removed during
-    the attempt. ``seen_as`` maps a path here to the spec's path, under which the training sees the folder.
-    ``own`` is a folder that outlives the sidecar's process and that the training cannot write, if the backend
-    has one.
+    ``session`` is for the wrapper, ``keep`` the number of checkpoints to keep, and ``workdir_archive`` the
+    name of the code's archive in the run's folder. ``processes_per_node`` is set where nodes are added and
+    removed during the attempt. ``seen_as`` maps a path here to the spec's path, under which the training sees
+    the folder. ``own`` is a folder that outlives the sidecar's process and that the training cannot write, if
+    the backend has one.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    spec: str = ""
+    session: Session = Session()
+    keep: int = KEEP
     work: str | None = None
     workdir_archive: str | None = None
     mounts: tuple[Mount, ...] = ()

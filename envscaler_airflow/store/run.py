@@ -43,7 +43,7 @@ _Report = TypeVar("_Report", Status, Progress)
 
 
 def spec_name(spec_hash: str) -> str:
-    """Name of the spec with that hash: owners never write each other's, and a launch names its own."""
+    """Name of the spec with that hash: owners never overwrite that of another one."""
     return f"spec-{spec_hash[:16]}.json"
 
 

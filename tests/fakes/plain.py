@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import signal
 import sys
@@ -46,7 +45,6 @@ class Plain:
         self.backend = LocalBackend(folder / "root")
         self.python = python
         self.spec = load_spec(folder / "spec.yaml").to_dict()
-        self.store.write("spec-0.json", json.dumps(self.spec).encode())
         self.handles: list = []
 
     def start(self) -> Plain:
@@ -63,7 +61,6 @@ class Plain:
             allocation=Allocation(self.backend.offers()[0]),
             command=(self.python, str(self.script), "/output/checkpoints"),
             spec=self.spec,
-            spec_name="spec-0.json",
         )
         self.handles.append(self.backend.submit(request))
         return self

@@ -345,7 +345,6 @@ def test_keys_of_a_connection_open_the_store_on_a_machine(connect, tmp_path):
     connect()
     place = store_place(None, "store")
     store = Run(place.open(), "dep/dag/run/train/-1")
-    store.write("spec-0.json", json.dumps(SPEC).encode())
     store.write(control_name(1, 1), Control(sequence=1).to_json())
     backend = LocalBackend(tmp_path / "root")
     request = attempts.request(
@@ -357,7 +356,6 @@ def test_keys_of_a_connection_open_the_store_on_a_machine(connect, tmp_path):
         allocation=Allocation(backend.offers()[0]),
         command=("python", "-c", SCRIPT),
         spec=SPEC,
-        spec_name="spec-0.json",
         store_options=place.options,
         store_login=place.login,
     )

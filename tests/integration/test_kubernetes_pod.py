@@ -43,7 +43,7 @@ class Pod:
         install.install(self.home)
         self.spool = self.home / "spool"
         self.output = self.home / "model"
-        layout = {"spec": "spec-0.json", "work": str(self.home / "work")}
+        layout = {"work": str(self.home / "work")}
         layout["outputs"] = {"model": str(self.output)}
         (self.home / "layout.json").write_text(json.dumps(layout))
         common = {name: value for name, value in os.environ.items() if not name.startswith("ENVSCALER_")}
@@ -98,8 +98,6 @@ def pods(tmp_path):
     """Makes pods on one store, and ends their processes."""
     url = f"file://{tmp_path}/store"
     store = Run(open_store(url), PREFIX)
-    spec = {"version": "v1", "name": "s", "entrypoint": ["x"]}
-    store.write("spec-0.json", json.dumps(spec).encode())
     store.write(control_name(1, 1), Control().to_json())
     Run(open_store(url), PREFIX).lease.renew(holder="test")
     made = []

@@ -55,7 +55,6 @@ class LocalRun:
             + textwrap.dedent(spec)
         )
         frozen = load_spec(path).to_dict()
-        self.store.write("spec-0.json", json.dumps(frozen).encode())
         self.store.write(control_name(1, 1), Control(sequence=1).to_json())
         env = {item["name"]: item["value"] for item in frozen.get("env", []) if "value" in item}
         fields = {
@@ -68,7 +67,6 @@ class LocalRun:
             "command": ("python", "-c", textwrap.dedent(script), "/output/model"),
             "env": env,
             "spec": frozen,
-            "spec_name": "spec-0.json",
         }
         return self.backend.submit(attempts.request(**(fields | changes)))
 

@@ -79,7 +79,7 @@ class Node:
         self.url, self.attempt, self.node, self.nodes = url, attempt, node, nodes
         self.store = Run(open_store(url, options), PREFIX)
         self.process = None
-        layout = {"spec": "spec-0.json", "store_options": options or {}, **layout}
+        layout = {"store_options": options or {}, **layout}
         (self.folder / "layout.json").write_text(json.dumps(layout))
 
     def start(self):
@@ -160,10 +160,9 @@ def nodes(tmp_path):
             node.kill()
 
 
-def owned(url, options=None, *, attempt=1, spec=None, **control):
+def owned(url, options=None, *, attempt=1, **control):
     """What the owner writes before an attempt starts; the run's store."""
     store = Run(open_store(url, options), PREFIX)
-    store.write("spec-0.json", json.dumps(spec or {}).encode())
     store.write(control_name(1, attempt), Control(**control).to_json())
     LeaseFile(store).renew(holder="test")
     return store
@@ -175,7 +174,7 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
     (tmp_path / "code").mkdir()
     (tmp_path / "code/train.py").write_text("print(1)")
     archive = pack_workdir(tmp_path / "code", scratch=tmp_path)
-    store = owned(url, options, spec={"workdir_archive": archive.name})
+    store = owned(url, options)
     store.put_file(archive.name, archive.path)
     data = open_store(f"{url}/data", options)
     data.write("glue/a/1.txt", b"one")
@@ -183,6 +182,7 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
     data.write("glued.txt", b"another")
     layout = {
         "work": str(tmp_path / "work"),
+        "workdir_archive": archive.name,
         "mounts": [{"name": "glue", "source": f"{url}/data/glue", "path": str(tmp_path / "in")}],
         "outputs": {"model": str(tmp_path / "out")},
     }
@@ -206,7 +206,7 @@ def test_a_life_and_the_next(place, nodes, tmp_path):
     assert store.read("logs/g1-a1-n0-c1-000001.log") == b"killed soon\n"
     store.write(f"checkpoints/{torn}/n0-c1/model.bin", b"twentY")
 
-    owned(url, options, attempt=2, spec={"workdir_archive": archive.name}, candidates=(torn, good))
+    owned(url, options, attempt=2, candidates=(torn, good))
     second = nodes(url, attempt=2, options=options, **layout).start()
     restore = second.started()["restore"]
     assert (restore["name"], restore["step"], restore["samples"]) == (good, 10, 100)
@@ -308,9 +308,9 @@ def test_two_nodes_share_a_restore_and_a_checkpoint(nodes, tmp_path):
 def test_a_slow_save_is_never_half_a_checkpoint(nodes, tmp_path):
     """A writer takes 8 s for a zip while snapshots are due every second: the one that counts is readable."""
     url = f"file://{tmp_path}/store"
-    store = owned(url, spec={"checkpoint": {"every": {"seconds": 1}}})
+    store = owned(url)
     ours = tmp_path / "ck"
-    node = nodes(url, checkpoint_path=str(ours)).start()
+    node = nodes(url, checkpoint_path=str(ours), session={"every": {"seconds": 1}}).start()
     node.started()
     node.says(step=5)
     with zipfile.ZipFile(tmp_path / "model.pt", "w") as file:
@@ -356,10 +356,10 @@ def tiny_disk(tmp_path):
 def test_a_full_disk_during_a_save_keeps_the_last_good_one(nodes, tmp_path, tiny_disk):
     """The store's disk fits one checkpoint: the second waits until there is space."""
     url = f"file://{tiny_disk}/store"
-    store = owned(url, spec={"checkpoint": {"keep": 1}})
+    store = owned(url)
     ballast = tiny_disk / "ballast"
     ballast.write_bytes(bytes(3 << 20))
-    node = nodes(url).start()
+    node = nodes(url, keep=1).start()
     node.started()
     good = node.saves(10, {"model.bin": os.urandom(2 << 20)})
     until((node.spool / f"checkpoints/{good}.done").exists)

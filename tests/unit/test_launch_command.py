@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from fakes import attempts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.launch import Batch, batch_env, batches, launch_command
+from envscaler_airflow.sidecar.spool_state import Layout
 
 MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
 
@@ -149,3 +153,46 @@ def test_other_launchers_get_nodes_processes_rank_and_address(launcher):
         "--master_addr=$ENVSCALER_RENDEZVOUS_HOST --master_port=$ENVSCALER_RENDEZVOUS_PORT --no_ssh train.py",
     }
     assert got == expected[launcher]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "every", "keep"),
+    [
+        (None, None, 3),
+        ({}, {"seconds": 600.0}, 3),
+        ({"every": "10m"}, {"seconds": 600.0}, 3),
+        ({"every": "100 steps"}, {"steps": 100.0}, 3),
+        ({"every": "1 epoch", "keep": 5}, {"epochs": 1.0}, 5),
+        ({"every": {"seconds": 5}}, {"seconds": 5.0}, 3),
+    ],
+)
+def test_the_interval_of_checkpoints_reaches_the_training_in_one_form(checkpoint, every, keep):
+    """In any form that a user writes; None is the wrapper's own default (C3)."""
+    got = attempts.launch({} if checkpoint is None else {"checkpoint": checkpoint})
+
+    assert (got.session.every, got.keep) == (every, keep)
+
+
+def test_settings_of_the_training_survive_the_file_between(tmp_path):
+    """``layout.json`` is read back as it was written, by the sidecar's one parser (C3)."""
+    env = [{"name": "TOKEN", "value_from": "secret:a/b"}, {"name": "PLAIN", "value": "x"}]
+    patterns = {"log_patterns": {"step": r"step (\d+)"}}
+    spec = {"env": env, "metrics": patterns, "success": "all-steps", "distributed": {"global_batch": 8}}
+    launched = attempts.launch({**spec, "checkpoint": {"align": "epoch"}})
+    (tmp_path / "layout.json").write_text(json.dumps(launched.layout()))
+
+    read = Layout.read(tmp_path / "layout.json")
+
+    assert (read.session, read.keep, read.outputs) == (launched.session, 3, {})
+    assert read.session.secret_env == ("TOKEN",)
+
+
+@pytest.mark.parametrize(
+    "body", ["[]", "{", '{"session": 3}', '{"session": {"every": "often"}}', '{"keep": "x"}']
+)
+def test_nonsense_in_the_layout_is_an_error_of_the_protocol(tmp_path, body):
+    """It never crashes."""
+    (tmp_path / "layout.json").write_text(body)
+
+    with pytest.raises(ProtocolError):
+        Layout.read(tmp_path / "layout.json")

@@ -148,7 +148,7 @@ def _render_part(part: _Attempt) -> dict[str, Any]:
         drivers=part.drivers,
         cache=settings.cache_path,
     )
-    layout = json.dumps({"spec": request.spec_name, **found}, sort_keys=True)
+    layout = json.dumps(found, sort_keys=True)
     if len(layout.encode()) > MAX_CONFIG_BYTES:
         raise SpecError(
             f"{request.run_label}: command and volumes take {len(layout.encode())} bytes, a ConfigMap holds "

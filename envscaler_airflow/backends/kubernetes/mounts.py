@@ -275,23 +275,24 @@ def layout_of(
     cache: str | None = None,
 ) -> dict[str, Any]:
     """``layout.json``: what the sidecar copies in and uploads."""
-    paths = launch.paths
-    copied = [item for item in paths.volumes if item.is_copied and _driver(item, drivers) is None]
-    return {
-        "work": WORK,
-        "mounts": [
-            {
-                "name": volume.name,
-                "source": volume.source,
-                "path": volume.mount_path,
-                "read_only": volume.is_read_only,
-            }
-            | ({"index": f"{INDEX}/{key}.json"} if cache and (key := cache_key(volume)) else {})
-            for volume in copied
-        ],
-        "outputs": dict(paths.outputs),
-        "checkpoint_path": paths.checkpoint,
-        "command": list(launch.command),
-        "store_options": dict(store_options),
-        "own": OWN,
-    } | ({"processes_per_node": launch.processes_per_node} if launch.most_nodes is not None else {})
+    copied = [item for item in launch.paths.volumes if item.is_copied and _driver(item, drivers) is None]
+    return (
+        launch.layout()
+        | {
+            "work": WORK,
+            "mounts": [
+                {
+                    "name": volume.name,
+                    "source": volume.source,
+                    "path": volume.mount_path,
+                    "read_only": volume.is_read_only,
+                }
+                | ({"index": f"{INDEX}/{key}.json"} if cache and (key := cache_key(volume)) else {})
+                for volume in copied
+            ],
+            "command": list(launch.command),
+            "store_options": dict(store_options),
+            "own": OWN,
+        }
+        | ({"processes_per_node": launch.processes_per_node} if launch.most_nodes is not None else {})
+    )

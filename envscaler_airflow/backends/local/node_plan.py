@@ -223,9 +223,8 @@ class _Node:
         return plain | own | {"ENVSCALER_NODE": str(self.node)}
 
     def _layout(self, command: list[str]) -> dict[str, Any]:
-        found, local = self.launch.paths, self.paths.path
-        return {
-            "spec": self.request.spec_name,
+        local = self.paths.path
+        return self.launch.layout(local) | {
             "work": str(self.folder / files.WORK),
             "mounts": [
                 {
@@ -234,10 +233,8 @@ class _Node:
                     "path": local(volume.mount_path),
                     "read_only": volume.is_read_only,
                 }
-                for volume in found.volumes
+                for volume in self.launch.paths.volumes
             ],
-            "outputs": {name: local(path) for name, path in found.outputs.items()},
-            "checkpoint_path": local(found.checkpoint) if found.checkpoint else None,
             "command": command,
             "seen_as": {here: original for original, here in self.paths.pairs},
             "store_options": self._store_options(),

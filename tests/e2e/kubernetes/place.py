@@ -1,6 +1,5 @@
 """The cluster for tests of stages, and what the tests do there, without a dependency on the fake."""
 
-import json
 import os
 import threading
 import time
@@ -230,7 +229,6 @@ class ClusterRun:
     def alone(self, allocation):
         """Start one attempt on *allocation* without an owner; returns its handle."""
         spec = self.spec.to_dict()
-        self.run.write("spec-0.json", json.dumps(spec).encode())
         self.run.write_control((1, 1), Control())
         self.run.lease.renew(holder="test")
         request = attempts.request(
@@ -242,7 +240,6 @@ class ClusterRun:
             allocation=allocation,
             command=self.spec.entrypoint,
             spec=spec,
-            spec_name="spec-0.json",
         )
         return self.place.backend.submit(request)
 

@@ -42,7 +42,6 @@ class ClusterHarness:
             "store_url": place.store.url,
             "run_prefix": f"e2e/contract/{label}/train/-1",
             "run_label": f"contract-{label}.train",
-            "spec_name": "spec-0.json",
             "spec": {
                 "version": "v1",
                 "name": "train",
@@ -58,7 +57,6 @@ class ClusterHarness:
     def prepare(self, request):
         """Write what an owner writes before it starts an attempt."""
         store = Run(self._place.store, request.run_prefix)
-        store.write("spec-0.json", b'{"version": "v1", "name": "train", "entrypoint": ["x"]}')
         store.write(control_name(request.generation, request.attempt), Control().to_json())
         store.lease.renew(holder="test")
 

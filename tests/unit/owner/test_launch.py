@@ -13,7 +13,7 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
-from envscaler_airflow.store.run import Run, spec_name
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 KEY = RunKey("deployment", "dag", "run", "train")
@@ -42,14 +42,15 @@ def asked(tmp_path, spec, nodes, made=None):
     )
 
 
-def test_a_launch_names_the_frozen_spec_that_it_was_made_from(tmp_path):
-    """The sidecar reads that file, no matter which other files are beside it (A2)."""
-    spec = stage(launcher="torchrun", global_batch=2)
+def test_a_launch_names_the_code_of_the_spec_that_it_was_made_from(tmp_path):
+    """The sidecar unpacks that archive, no matter which other files are beside it (A2)."""
+    (tmp_path / "code").mkdir()
+    spec = stage(nodes="1", launcher="torchrun")
+    spec = spec.model_copy(update={"workdir": "code", "base_dirs": {"workdir": str(tmp_path)}})
 
-    request = asked(tmp_path, spec, 1)
+    name = asked(tmp_path, spec, 1).launch.workdir_archive
 
-    assert request.spec_name == spec_name(freeze.freeze(spec, open_store(f"file://{tmp_path}")).spec_hash)
-    assert request.spec_name in open_store(f"file://{tmp_path}").children(KEY.prefix)
+    assert name in open_store(f"file://{tmp_path}").children(KEY.prefix)
 
 
 def test_a_launch_carries_how_its_sidecar_opens_the_store(tmp_path):

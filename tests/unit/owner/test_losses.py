@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.launch import Session
 from envscaler_airflow.owner import limits
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -15,7 +16,6 @@ from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.scaling.deadline import Hazard
 from envscaler_airflow.scaling.deadline.risk import age_bin
 from envscaler_airflow.scaling.interval import checkpoint_interval_s
-from envscaler_airflow.sidecar.frozen_spec import Frozen
 
 DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)
 SPOT = replace(DEMAND, capacity_type="spot", usd_per_hour=1.0)
@@ -168,4 +168,4 @@ def test_the_next_machine_is_told_how_often_to_save(new_world):
 )
 def test_the_training_s_side_saves_as_often_as_the_owner_asks(every, asked, got):
     """Only more often, and only where the spec counts seconds."""
-    assert Frozen(every=every).with_interval(asked).every == got
+    assert Session(every=every).with_interval(asked).every == got

@@ -15,7 +15,7 @@ from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import SupersededError, Waiting, Wake
 from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.store.events import EventLog
-from envscaler_airflow.store.run import Run, spec_name
+from envscaler_airflow.store.run import Run
 
 
 def test_the_spec_of_the_loser_of_a_race_is_never_run(world, monkeypatch):
@@ -61,7 +61,7 @@ def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch
         world.owner().enter()
     world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
     monkeypatch.setattr(
-        world.backend, "submit", lambda request: named.append(request.spec_name) or submit(request)
+        world.backend, "submit", lambda request: named.append(request.launch.command) or submit(request)
     )
 
     world.owner().enter()
@@ -70,9 +70,8 @@ def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch
     world.leave()
     world.owner(max_tries=9).enter()
 
-    hashes = [attempt.spec_hash for attempt in world.state.attempts]
-    assert named == [spec_name(spec_hash) for spec_hash in hashes]
-    assert len(set(named)) == 2
+    assert named == [("python", "train.py"), ("python", "other.py")]
+    assert len({attempt.spec_hash for attempt in world.state.attempts}) == 2
     assert asked.action == "leave"
 
 

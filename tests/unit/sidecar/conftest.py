@@ -80,7 +80,7 @@ class Bench:
         """Begin before any message."""
         self.root, self.store, self.clock = root, store, Clock()
         self.who = AttemptNode(generation, attempt, node, nodes)
-        self.layout = Layout.model_validate({"spec": "spec-0.json", **(layout or {})})
+        self.layout = Layout.model_validate(layout or {})
         self.spool = Spool(root / f"n{node}" / "spool")
         self.context = self.restarted()
 

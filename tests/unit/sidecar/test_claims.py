@@ -85,7 +85,6 @@ def test_a_sidecar_claims_before_it_writes_anything_else(bench, store):
     """A pod without a claim writes no status and no log; afterwards everything carries the claim (D1)."""
     claim(store, "lost pod")
     bench.owner_asks()
-    store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
     context = unclaimed(bench, "new pod")
     (bench.spool.root / "logs/000001.log").write_text("hello\n")
     sidecar = Sidecar(context)
@@ -315,7 +314,6 @@ def test_a_node_0_that_is_not_replaced_in_time_ends_the_others(make_bench, store
 def test_the_command_learns_the_address_with_the_choice(bench, store):
     """start.json has both, so address and checkpoint come from the same pod (D14)."""
     bench.owner_asks()
-    store.write("spec-0.json", b'{"version": "v1", "name": "s"}')
     bench.context.address = "10.0.0.1:29400"
 
     lay_out(bench.context)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner import start
-from envscaler_airflow.sidecar.setup import _first_control
+from envscaler_airflow.sidecar.setup import first_control
 from envscaler_airflow.sidecar.uploads import Checkpoints, Outputs
 from envscaler_airflow.store.checkpoints import complete_checkpoints, looks_good
 from tests.unit.sidecar.conftest import CALLS, Bench
@@ -211,7 +211,7 @@ def test_a_start_waits_until_the_owner_has_listed(bench, store):
 
     bench.context.ending.wait = wait
 
-    assert _first_control(bench.context).candidates == (known,)
+    assert first_control(bench.context).candidates == (known,)
     assert said == ["waits until the owner has listed the checkpoints to resume from"]
 
 

@@ -18,7 +18,6 @@ def ready(make_bench, store, tmp_path):
     """Prepare a node that is ready for setup, with one output."""
 
     def make(**options):
-        store.write("spec-0.json", b"{}")
         bench = make_bench(layout={"outputs": {"model": f"{tmp_path}/model"}}, **options)
         bench.owner_asks()
         return bench
@@ -197,7 +196,6 @@ def test_the_last_checkpoint_goes_up_before_the_end(ready, store):
 
 def test_the_last_snapshot_is_taken_and_goes_up_before_the_end(make_bench, store, tmp_path):
     """Code that does not use the library wrote its model and exited."""
-    store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"checkpoint_path": str(tmp_path / "ck")})
     bench.owner_asks()
     sidecar = Sidecar(bench.context)
@@ -218,11 +216,11 @@ def test_a_failed_set_up_is_said_with_its_reason(make_bench):
     rounds(bench, sidecar, 2)
     assert bench.status().ended is None
     assert bench.status().message.startswith("set-up failed: ")
-    bench.wrapper_says(ended={"exit_code": 88, "reason": "setup-failed", "detail": "spec-0.json is absent"})
+    bench.wrapper_says(ended={"exit_code": 88, "reason": "setup-failed", "detail": "g1-a2.json is absent"})
 
     assert rounds(bench, sidecar, 3)
 
-    assert bench.status().ended.detail == "spec-0.json is absent"
+    assert bench.status().ended.detail == "g1-a2.json is absent"
 
 
 def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_bench):
@@ -235,7 +233,7 @@ def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_ben
     assert rounds(bench, sidecar, 3)
 
     assert bench.status().ended.reason == "setup-failed"
-    assert "spec-0.json is absent" in bench.status().ended.detail
+    assert "control/g1-a2.json is absent" in bench.status().ended.detail
 
 
 def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):

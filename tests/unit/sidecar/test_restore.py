@@ -117,7 +117,6 @@ def test_a_bad_restore_from_fails_the_set_up(make_bench, bench, store, tmp_path)
     name = make_bench(generation=3, attempt=5).in_store("g3-step-00000700-a5")
     stored(bench, name).write_bytes(b"x" * 19)
     uri = f"file://{tmp_path}/store/d/run/checkpoints/{name}"
-    store.write("spec-0.json", b"{}")
     bench.owner_asks(restore_from=uri)
 
     lay_out(bench.context)

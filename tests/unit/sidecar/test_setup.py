@@ -1,12 +1,10 @@
 """What setup lays out before the start, and what it reports when it fails."""
 
-import json
-
 import pytest
+from fakes import attempts
 
-from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.errors import StoreError
 from envscaler_airflow.sidecar.context import WorkInterruptedError
-from envscaler_airflow.sidecar.frozen_spec import read_every, read_frozen
 from envscaler_airflow.sidecar.setup import lay_out
 from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.outputs import put_output
@@ -25,8 +23,7 @@ def node(make_bench, tmp_path, store):
     """A node whose run is ready to start, with optional layout fields."""
 
     def make(**layout):
-        store.write("spec-0.json", json.dumps(SPEC).encode())
-        bench = make_bench(layout=layout)
+        bench = make_bench(layout=attempts.launch(SPEC).layout() | {"outputs": {}} | layout)
         bench.owner_asks()
         return bench
 
@@ -50,9 +47,11 @@ def mount(path, source):
 
 def test_a_fresh_start(node, store, tmp_path):
     """The code and the training's output folders exist, and the session knows the spec."""
-    ship(store, tmp_path)
     bench = node(
-        work=str(tmp_path / "w"), checkpoint_path=str(tmp_path / "ck"), outputs={"m": str(tmp_path / "out/m")}
+        workdir_archive=ship(store, tmp_path),
+        work=str(tmp_path / "w"),
+        checkpoint_path=str(tmp_path / "ck"),
+        outputs={"m": str(tmp_path / "out/m")},
     )
 
     lay_out(bench.context)
@@ -85,8 +84,7 @@ def test_a_fresh_start(node, store, tmp_path):
 
 def test_nothing_is_laid_out_under_a_running_training(node, store, tmp_path):
     """A sidecar that restarts after start.json exists leaves the workdir unchanged."""
-    ship(store, tmp_path)
-    bench = node(work=str(tmp_path / "w"))
+    bench = node(work=str(tmp_path / "w"), workdir_archive=ship(store, tmp_path))
     lay_out(bench.context)
     (tmp_path / "w/train.py").write_text("edited by the training")
     before = bench.spool.start.read_bytes()
@@ -99,8 +97,7 @@ def test_nothing_is_laid_out_under_a_running_training(node, store, tmp_path):
 
 def test_a_sidecar_killed_during_the_set_up_lays_out_again(node, store, tmp_path):
     """Half-finished files are removed: the workdir contains the archive and nothing else."""
-    ship(store, tmp_path)
-    bench = node(work=str(tmp_path / "w"))
+    bench = node(work=str(tmp_path / "w"), workdir_archive=ship(store, tmp_path))
     (tmp_path / "w").mkdir()
     (tmp_path / "w/train.py").write_text("half")
     (tmp_path / "w/other.py").write_text("of another spec")
@@ -117,7 +114,7 @@ def test_a_flipped_bit_in_the_archive_fails_the_set_up(node, store, tmp_path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    bench = node(work=str(tmp_path / "w"))
+    bench = node(work=str(tmp_path / "w"), workdir_archive=name)
 
     lay_out(bench.context)
 
@@ -126,19 +123,18 @@ def test_a_flipped_bit_in_the_archive_fails_the_set_up(node, store, tmp_path):
     assert not list((tmp_path / "w").iterdir())
 
 
-def test_two_archives_and_no_name_is_an_error(node, store, tmp_path):
-    """The sidecar does not guess; if the layout has a name, it uses that one."""
+def test_the_code_is_that_of_the_launch_alone(node, store, tmp_path):
+    """Archives of other specs of the run do not count, nor does one that is the only one (A2)."""
     first = ship(store, tmp_path)
     ship(store, tmp_path, "print(2)")
-    bench = node(work=str(tmp_path / "w"))
     named = node(work=str(tmp_path / "w"), workdir_archive=first)
 
     lay_out(named.context)
     assert (tmp_path / "w/train.py").read_text() == "print(1)"
 
-    bench.spool.start.unlink()
-    lay_out(bench.context)
-    assert "2 workdir archives" in bench.start()["failed"]
+    named.spool.start.unlink()
+    lay_out(node(work=str(tmp_path / "none")).context)
+    assert list((tmp_path / "none").iterdir()) == []
 
 
 def test_an_output_of_another_stage_arrives_verified(node, store, tmp_path):
@@ -286,8 +282,7 @@ def test_a_store_that_never_answers_fails_the_set_up(node, store):
 
 def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, store, tmp_path, monkeypatch):
     """It answered at first: a failover longer than the patience ends the attempt, not the run."""
-    ship(store, tmp_path)
-    bench = node(work=str(tmp_path / "w"))
+    bench = node(work=str(tmp_path / "w"), workdir_archive=ship(store, tmp_path))
     monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=True))
 
     lay_out(bench.context)
@@ -323,55 +318,9 @@ def test_what_an_earlier_try_could_not_write_down_does_not_count(node, store):
 
 
 def test_a_store_that_nobody_else_sees_is_said_so(make_bench):
-    """No frozen spec: the operator and the sidecar use different stores."""
+    """No control: the operator and the sidecar use different stores."""
     bench = make_bench()
 
     lay_out(bench.context)
 
     assert "must see the same store" in bench.start()["failed"]
-
-
-def test_a_sidecar_reads_the_spec_that_its_launch_names(node, store):
-    """An older owner may later write other files beside it (A2)."""
-    for name in ("spec.yaml", "spec-1.json", "spec.json"):
-        store.write(name, json.dumps({"distributed": {"global_batch": 1}}).encode())
-    bench = node()
-
-    lay_out(bench.context)
-
-    assert bench.start()["session"]["global_batch"] == 256
-
-
-def test_a_launch_that_names_no_spec_is_refused(make_bench):
-    """There is no fallback (A2)."""
-    bench = make_bench(layout={"spec": ""})
-    bench.owner_asks()
-
-    lay_out(bench.context)
-
-    assert bench.start()["failed"] == "layout.json: spec: is missing; expected the name of the frozen spec"
-
-
-@pytest.mark.parametrize(
-    ("value", "every"),
-    [
-        (None, None),
-        ("10m", {"seconds": 600}),
-        ("100 steps", {"steps": 100}),
-        ("1 epoch", {"epochs": 1}),
-        ({"seconds": 5, "steps": None}, {"seconds": 5}),
-        ({"seconds": None}, None),
-    ],
-)
-def test_every_is_read_in_all_its_forms(value, every):
-    """In the forms that users write and that a frozen spec may contain."""
-    assert read_every(value) == every
-
-
-def test_nonsense_in_the_spec_is_an_error_of_the_protocol():
-    """It never crashes."""
-    for body in (b"[]", b": : :", b'{"checkpoint": 3}', b'{"checkpoint": {"every": "often"}}'):
-        with pytest.raises(ProtocolError):
-            read_frozen(body)
-    with pytest.raises(ValueError, match="no duration"):
-        read_every("often")

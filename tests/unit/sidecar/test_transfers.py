@@ -23,7 +23,6 @@ MIB = 1 << 20
 @pytest.fixture
 def node(make_bench, store, tmp_path):
     """A node whose sidecar has completed setup, with one output."""
-    store.write("spec-0.json", b"{}")
     bench = make_bench(layout={"outputs": {"model": f"{tmp_path}/model"}})
     bench.owner_asks()
     bench.sidecar = Sidecar(bench.context)

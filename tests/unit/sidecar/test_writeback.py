@@ -30,7 +30,6 @@ def bench(make_bench, bucket, tmp_path):
         {"name": "raw", "source": bucket.url, "path": str(tmp_path / "raw"), "read_only": True},
     ]
     made = make_bench(layout={"mounts": mounts})
-    made.store.write("spec-0.json", b'{"version": "v1", "name": "s", "entrypoint": ["x"]}')
     made.owner_asks()
     setup.lay_out(made.context)
     made.data = tmp_path / "data"
@@ -164,7 +163,6 @@ def test_an_empty_volume_that_may_be_written_is_an_empty_folder(make_bench, tmp_
     """A read-only one must not be empty."""
     mount = {"name": "out", "source": "memory://nothing/there", "path": str(tmp_path / "out")}
     made = make_bench(layout={"mounts": [mount]})
-    made.store.write("spec-0.json", b'{"version": "v1", "name": "s", "entrypoint": ["x"]}')
     made.owner_asks()
 
     setup.lay_out(made.context)

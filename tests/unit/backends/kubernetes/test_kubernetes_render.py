@@ -119,7 +119,6 @@ def request_for(**changes):
         "env": {"CACHE": "/tmp/$(x)"},
         "secret_env": {"WANDB_API_KEY": "canary-1", "TOKEN": "canary-2"},
         "spec": SPEC,
-        "spec_name": "spec-a1b2.json",
     }
     return attempts.request(**(fields | changes))
 

@@ -51,7 +51,6 @@ def request_for(**changes):
         "env": {"CACHE": "/data/tmp/cache", "URL": "https://x/data"},
         "secret_env": {"API_KEY": "canary"},
         "spec": SPEC,
-        "spec_name": "spec-a1b2.json",
     }
     return attempts.request(**(fields | changes))
 
@@ -160,7 +159,6 @@ def test_the_request_of_a_node_as_it_is_written():
 def test_the_layout_for_the_sidecar_as_it_is_written():
     """Golden: where inputs, outputs and checkpoints are."""
     assert first_node(request_for(store_options={"region": "x"}))["layout"] == {
-        "spec": "spec-a1b2.json",
         "work": "/r/a/n0/work",
         "mounts": [
             {"name": "data", "source": "s3://b/p", "path": f"{ROOT}/data", "read_only": True},
@@ -177,6 +175,9 @@ def test_the_layout_for_the_sidecar_as_it_is_written():
             f"{SAVES}/output/checkpoints": "/output/checkpoints",
         },
         "store_options": {"region": "x"},
+        "workdir_archive": None,
+        "keep": 3,
+        "session": attempts.launch(SPEC).session.to_dict(),
     }
 
 
