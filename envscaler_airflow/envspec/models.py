@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from envscaler_airflow.envspec.fields import (
     AbsolutePath,
@@ -41,6 +41,8 @@ _SOURCE = re.compile(
     rf"(?P<kind>{'|'.join(OBJECT_STORES)}|file|pvc|nfs|hostPath):"
     r"(?P<rest>(//)?[A-Za-z0-9/][A-Za-z0-9 ._~%+=@,:/-]*)\Z"
 )
+Credentials = Annotated[Line, AfterValidator(lambda text: str(parse_reference(text)))]
+"""A reference to a login."""
 _PLACEHOLDER = re.compile(r"\{\{ inputs\.[A-Za-z_][A-Za-z0-9_]* \}\}")
 
 
@@ -53,13 +55,8 @@ class Base(Model):
 
     image: ImageName | None = None
     distro: Word | None = None
-    credentials: Line | None = None
+    credentials: Credentials | None = None
     provides: dict[Annotated[str, Field(max_length=100)], Line] = Field(default={})
-
-    @field_validator("credentials")
-    @classmethod
-    def _check_credentials(cls, value: str | None) -> str | None:
-        return None if value is None else str(parse_reference(value))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -79,12 +76,7 @@ class Runtime(Model):
     index_url: WebUrl | None = None
     extra_index_urls: Annotated[tuple[WebUrl, ...], Field(max_length=32)] = ()
     channels: Annotated[tuple[Word, ...], Field(max_length=32)] = ()
-    credentials: Line | None = None
-
-    @field_validator("credentials")
-    @classmethod
-    def _check_credentials(cls, value: str | None) -> str | None:
-        return None if value is None else str(parse_reference(value))
+    credentials: Credentials | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

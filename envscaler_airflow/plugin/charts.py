@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from envscaler_airflow.owner.report import why_ended
+from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin.page_facts import Rate
 from envscaler_airflow.run import AttemptState, outcome_of
@@ -24,7 +25,6 @@ TOP, HEIGHT = 8.0, 140.0
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 _PERIODS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _TICKS = 6
-_SIZES = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Axis:
         days = math.ceil(whole / _TICKS / _PERIODS[-1]) * _PERIODS[-1]
         every = next((period for period in _PERIODS if whole / period <= _TICKS), days)
         return [
-            (self.x(self.start + number * every), clock(number * every))
+            (self.x(self.start + number * every), duration_text(number * every))
             for number in range(int(whole // every) + 1)
         ]
 
@@ -171,21 +171,3 @@ def _round_up(value: float) -> float:
     """Round up to the next of 1, 2, 5, 10, 20, ..."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in _STEPS if step * power >= value)
-
-
-def clock(seconds: float) -> str:
-    """Format a duration for display.
-
-    >>> clock(45), clock(90), clock(3 * 3600 + 240), clock(90000)
-    ('45 s', '1 min 30 s', '3 h 4 min', '1 d 1 h')
-    """
-    whole = round(max(0.0, seconds))
-    for size, name, part_size, part_name in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= size:
-            rest = whole % size // part_size
-            return f"{whole // size} {name}" + (f" {rest} {part_name}" if rest else "")
-    return f"{whole} s"

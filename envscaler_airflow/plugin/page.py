@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from envscaler_agent.protocol import Status
 from envscaler_airflow.owner.report import run_bill, why_ended
-from envscaler_airflow.planning.amounts import usd_less, usd_text
+from envscaler_airflow.planning.amounts import duration_text, usd_less, usd_text
 from envscaler_airflow.plugin import charts
 from envscaler_airflow.plugin.page_facts import MOST_NODES, Answer, RunFacts
 from envscaler_airflow.run import AttemptState, RunState
@@ -124,7 +124,7 @@ def _summary(
     if attempts:
         last = attempts[-1].ended_at
         end = now if state.live is not None or last is None else last
-        found.append(("time", charts.clock(end - attempts[0].intended_at)))
+        found.append(("time", duration_text(end - attempts[0].intended_at)))
     return found
 
 
@@ -143,7 +143,7 @@ def _row(attempt: AttemptState, bill: Bill, *, now: float) -> Row:
         allocation=_in_turn(one.name for one in held),
         price=_in_turn(prices),
         begun=moment(attempt.intended_at),
-        lasted=charts.clock(end - start),
+        lasted=duration_text(end - start),
         steps="" if attempt.is_live else steps,
         usd=money(sum(known) if known and len(known) == len(usd) else None),
         ended=ended or attempt.phase,
@@ -194,7 +194,7 @@ def _check(check: Check, times: int) -> tuple[str, str, str, str, str]:
     verb = {"keep": "keep", "move": "move to", "recommend": "would move to"}[check.decision.action]
     return (
         f"{check.observation.attempt}",
-        charts.clock(check.observation.elapsed_s),
+        duration_text(check.observation.elapsed_s),
         f"{verb} {check.decision.target.name}",
         check.decision.reason,
         "once" if times == 1 else f"{times} times",

@@ -49,7 +49,7 @@ class StoreDates:
 class DatedStore:
     """What every store has in common: its time, and reads without the date or with a limit.
 
-    A subclass has ``read_dated`` and ``uri`` of :class:`~envscaler_airflow.store.base.Store`.
+    A subclass has ``read_dated``, ``sizes`` and ``uri`` of :class:`~envscaler_airflow.store.base.Store`.
     """
 
     _max_age_s = float("inf")
@@ -63,6 +63,10 @@ class DatedStore:
         """Bytes of *name*; None when it is absent."""
         found = self.read_dated(name, max_bytes=max_bytes)
         return None if found is None else found[0]
+
+    def names(self, prefix: str) -> list[str]:
+        """Every name below *prefix*, sorted."""
+        return sorted(self.sizes(prefix))
 
     def now(self) -> float:
         """The store's time, from the date of its last response; this machine's if it reports none.
@@ -78,6 +82,10 @@ class DatedStore:
 
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
         """Bytes of *name* and its write time by the store's clock."""
+        raise NotImplementedError
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every name below *prefix*."""
         raise NotImplementedError
 
     def uri(self, name: str) -> str:

@@ -157,12 +157,6 @@ class FileStore(DatedStore):
                 _remove_tree(last, folder)
         self._prune(folders)
 
-    def names(self, prefix: str) -> list[str]:
-        """Every name below *prefix*, sorted."""
-        bare = check_prefix(prefix)
-        with self._store_errors(bare), self._folder(bare.split("/") if bare else []) as folder:
-            return [] if folder is None else sorted(join(bare, name) for name, _ in _walk_sizes(folder))
-
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every name below *prefix*."""
         bare = check_prefix(prefix)

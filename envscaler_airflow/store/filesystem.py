@@ -200,10 +200,6 @@ class FilesystemStore(DatedStore):
             for _ in pool.map(self.delete, (name for name in names if not is_manifest(name))):
                 pass
 
-    def names(self, prefix: str) -> list[str]:
-        """Every name below *prefix*, sorted."""
-        return sorted(self._found(check_prefix(prefix)))
-
     def _found(self, bare: str) -> dict[str, Any]:
         """What the filesystem reports for each name below *bare*."""
         with self._store_errors(bare):

@@ -215,10 +215,7 @@ class Root:
         Raises:
             OSError: A folder on the way is a link or a file, or *path* is a folder.
         """
-        above = path.rpartition("/")[0]
-        if above:
-            self.make_folder(above)
-        with self._parent(path) as (folder, last):
+        with self._parent(path, make=True) as (folder, last):
             if temporary is None:
                 temporary = f".{uuid.uuid4().hex}.tmp"
             else:
@@ -240,12 +237,9 @@ class Root:
         Raises:
             OSError: *path* is on another file system, or the file system has no hard links.
         """
-        above = path.rpartition("/")[0]
-        if above:
-            self.make_folder(above)
         # Source: open(2), O_TMPFILE: linking through /proc links the open file, even if its name was
         # replaced.
-        with self._parent(path) as (folder, last):
+        with self._parent(path, make=True) as (folder, last):
             os.link(f"/proc/self/fd/{stream.fileno()}", last, dst_dir_fd=folder, follow_symlinks=True)
 
     def take(self, path: str, source: Root) -> None:
@@ -255,11 +249,8 @@ class Root:
             OSError: A folder on the way is a link or a file, or the disk is full.
             CheckpointError: *path* is not a regular file.
         """
-        above = path.rpartition("/")[0]
-        if above:
-            self.make_folder(above)
         try:
-            with source._parent(path) as (there, first), self._parent(path) as (here, last):
+            with source._parent(path) as (there, first), self._parent(path, make=True) as (here, last):
                 os.replace(first, last, src_dir_fd=there, dst_dir_fd=here)
         except OSError as err:
             if err.errno != errno.EXDEV:
@@ -277,10 +268,7 @@ class Root:
 
     def symlink(self, path: str, target: str) -> None:
         """Create the link *path*. Raises OSError."""
-        above = path.rpartition("/")[0]
-        if above:
-            self.make_folder(above)
-        with self._parent(path) as (folder, last):
+        with self._parent(path, make=True) as (folder, last):
             os.symlink(target, last, dir_fd=folder)
 
     def rename(self, old: str, new: str) -> None:
@@ -308,8 +296,10 @@ class Root:
     # -- how
 
     @contextmanager
-    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+    def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
         above, _, last = path.rpartition("/")
+        if make and above:
+            self.make_folder(above)
         descriptor = self._walk_to(above, _PASS, follow=False).descriptor
         try:
             yield descriptor, last

@@ -34,7 +34,7 @@ from envscaler_airflow.store.names import (
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
-    from mypy_boto3_s3.type_defs import ObjectTypeDef
+    from mypy_boto3_s3.type_defs import HeadObjectOutputTypeDef, ObjectTypeDef
 
 _SESSION_OPTIONS = frozenset(
     {"aws_access_key_id", "aws_secret_access_key", "aws_session_token", "profile_name", "region_name"}
@@ -158,26 +158,24 @@ class S3Store(DatedStore):
 
     def size(self, name: str) -> int | None:
         """Bytes of *name*; None when it is absent."""
+        found = self._head(name)
+        return None if found is None else found["ContentLength"]
+
+    def version(self, name: str) -> str | None:
+        """ETag of *name*; None when it is absent."""
+        found = self._head(name)
+        return None if found is None else found["ETag"]
+
+    def _head(self, name: str) -> HeadObjectOutputTypeDef | None:
         key = self._key(name)
         with self._store_errors(name):
             try:
-                return self._client.head_object(Bucket=self._bucket, Key=key)["ContentLength"]
+                return self._client.head_object(Bucket=self._bucket, Key=key)
             except refusals.ClientError as err:
                 if _status(err) != 404:
                     raise
             # A HEAD response has no body, so a missing bucket looks like a missing object.
             self._client.head_bucket(Bucket=self._bucket)
-        return None
-
-    def version(self, name: str) -> str | None:
-        """ETag of *name*; None when it is absent."""
-        key = self._key(name)
-        with self._store_errors(name):
-            try:
-                return self._client.head_object(Bucket=self._bucket, Key=key)["ETag"]
-            except refusals.ClientError as err:
-                if _status(err) != 404:
-                    raise
         return None
 
     def delete(self, name: str) -> None:
@@ -189,26 +187,18 @@ class S3Store(DatedStore):
         """Delete everything below *prefix*, manifests first."""
         bare = check_tree(prefix)
         with self._store_errors(bare):
-            keys = self._keys(self._below(bare))
+            keys = [item["Key"] for item in self._listed(self._below(bare))]
             manifests = [key for key in keys if is_manifest(key)]
             # Within one request S3 does not guarantee an order.
             for batch in (*_batches(manifests), *_batches([key for key in keys if not is_manifest(key)])):
                 self._delete_batch(batch)
-
-    def names(self, prefix: str) -> list[str]:
-        """Every name below *prefix*, sorted."""
-        bare = check_prefix(prefix)
-        skip = len(self._below(""))
-        with self._store_errors(bare):
-            names = [key[skip:] for key in self._keys(self._below(bare))]
-        # Consoles create "folders" as empty objects whose keys end with a slash; skip them.
-        return sorted(name for name in names if is_name(name))
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every name below *prefix*, a thousand per request."""
         bare = check_prefix(prefix)
         skip = len(self._below(""))
         with self._store_errors(bare):
+            # Consoles create "folders" as empty objects whose keys end with a slash; skip them.
             found = {item["Key"][skip:]: item["Size"] for item in self._listed(self._below(bare))}
         return {name: size for name, size in found.items() if is_name(name)}
 
@@ -236,9 +226,6 @@ class S3Store(DatedStore):
     def _below(self, bare: str) -> str:
         whole = join(self._prefix, bare)
         return f"{whole}/" if whole else ""
-
-    def _keys(self, below: str) -> list[str]:
-        return [item["Key"] for item in self._listed(below)]
 
     def _listed(self, below: str) -> Iterator[ObjectTypeDef]:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=below)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
 
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.base import Store, StoreView
 from envscaler_airflow.store.names import MAX_BYTES
 
 FaultKind = Literal["refuse", "lose-answer", "delay"]
@@ -50,12 +50,15 @@ class Fault:
         return True
 
 
-class FaultyStore:
-    """Wraps a store; every call passes through the faults in the order in which they were added."""
+class FaultyStore(StoreView):
+    """Wraps a store; every call passes through the faults in the order in which they were added.
+
+    ``now`` and ``uri`` never fail.
+    """
 
     def __init__(self, store: Store, *, sleep: Callable[[float], None] = time.sleep) -> None:
         """Pass every call to *store*; delays go to *sleep*."""
-        self._store = store
+        super().__init__(store, "")
         self._sleep = sleep
         self.faults: list[Fault] = []
         self.calls: list[tuple[str, str]] = []
@@ -76,71 +79,53 @@ class FaultyStore:
         self.faults.append(fault)
         return fault
 
-    @property
-    def url(self) -> str:
-        """URL of the wrapped store."""
-        return self._store.url
-
-    @property
-    def at_once(self) -> int:
-        """See :attr:`Store.at_once`."""
-        return self._store.at_once
-
     def read(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
         """See :meth:`Store.read`."""
-        return self._pass("read", name, lambda: self._store.read(name, max_bytes=max_bytes))
+        return self._pass("read", name, lambda: self.store.read(name, max_bytes=max_bytes))
 
     def read_dated(self, name: str, *, max_bytes: int = MAX_BYTES) -> tuple[bytes, float | None] | None:
         """See :meth:`Store.read_dated`; for faults it counts as a ``read``."""
-        return self._pass("read", name, lambda: self._store.read_dated(name, max_bytes=max_bytes))
-
-    def now(self) -> float:
-        """See :meth:`Store.now`; never fails."""
-        return self._store.now()
+        return self._pass("read", name, lambda: self.store.read_dated(name, max_bytes=max_bytes))
 
     def write(self, name: str, data: bytes) -> None:
         """See :meth:`Store.write`."""
-        self._pass("write", name, lambda: self._store.write(name, data))
+        self._pass("write", name, lambda: self.store.write(name, data))
 
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Store.create`."""
-        return self._pass("create", name, lambda: self._store.create(name, data))
+        return self._pass("create", name, lambda: self.store.create(name, data))
 
     def delete(self, name: str) -> None:
         """See :meth:`Store.delete`."""
-        self._pass("delete", name, lambda: self._store.delete(name))
+        self._pass("delete", name, lambda: self.store.delete(name))
 
     def delete_tree(self, prefix: str) -> None:
         """See :meth:`Store.delete_tree`."""
-        self._pass("delete_tree", prefix, lambda: self._store.delete_tree(prefix))
+        self._pass("delete_tree", prefix, lambda: self.store.delete_tree(prefix))
 
     def names(self, prefix: str) -> list[str]:
         """See :meth:`Store.names`."""
-        return self._pass("names", prefix, lambda: self._store.names(prefix))
+        return self._pass("names", prefix, lambda: self.store.names(prefix))
 
     def children(self, prefix: str) -> list[str]:
         """See :meth:`Store.children`."""
-        return self._pass("children", prefix, lambda: self._store.children(prefix))
+        return self._pass("children", prefix, lambda: self.store.children(prefix))
 
     def size(self, name: str) -> int | None:
         """See :meth:`Store.size`."""
-        return self._pass("size", name, lambda: self._store.size(name))
+        return self._pass("size", name, lambda: self.store.size(name))
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """See :meth:`Store.sizes`."""
-        return self._pass("sizes", prefix, lambda: self._store.sizes(prefix))
+        return self._pass("sizes", prefix, lambda: self.store.sizes(prefix))
 
     def put_file(self, name: str, source: Path | BinaryIO) -> None:
         """See :meth:`Store.put_file`."""
-        self._pass("put_file", name, lambda: self._store.put_file(name, source))
+        self._pass("put_file", name, lambda: self.store.put_file(name, source))
 
     def get_file(self, name: str, target: Path | BinaryIO) -> None:
         """See :meth:`Store.get_file`."""
-        self._pass("get_file", name, lambda: self._store.get_file(name, target))
-
-    def uri(self, name: str) -> str:
-        """See :meth:`Store.uri`; never fails."""
-        return self._store.uri(name)
+        self._pass("get_file", name, lambda: self.store.get_file(name, target))
 
     def _pass(self, method: str, name: str, act: Callable[[], _T]) -> _T:
         self.calls.append((method, name))

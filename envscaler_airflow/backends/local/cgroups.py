@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 Part = Literal["main", "training"]
 
 _PARENT = "envscaler"
@@ -111,26 +113,9 @@ class CgroupScope:
                 with suppress(OSError):
                     folder.rmdir()
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, as in node.json."""
-        return {
-            "groups": list(self.groups),
-            "unified": self.unified,
-            "memory": self.memory,
-            "limits": dict(self.limits),
-            "notes": list(self.notes),
-        }
 
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> CgroupScope:
-        """Read what :meth:`to_dict` wrote."""
-        return cls(
-            groups=tuple(body.get("groups", ())),
-            unified=str(body.get("unified", "")),
-            memory=str(body.get("memory", "")),
-            limits=dict(body.get("limits", {})),
-            notes=tuple(body.get("notes", ())),
-        )
+SCOPE_JSON = TypeAdapter(CgroupScope)
+"""JSON form of a scope, as in node.json."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB, Gpu, Machine
@@ -176,25 +177,8 @@ class Claim:
         run = self.run.partition("/")[2].removesuffix("/-1") or self.attempt
         return f"{run} (node {self.node})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, as in the table."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
-    @classmethod
-    def from_dict(cls, body: Mapping[str, Any]) -> Claim:
-        """Read what :meth:`to_dict` wrote."""
-        try:
-            return cls(
-                attempt=str(body["attempt"]),
-                node=int(body["node"]),
-                vcpus=float(body["vcpus"]),
-                memory_bytes=int(body["memory_bytes"]),
-                cpus=tuple(int(cpu) for cpu in body["cpus"]),
-                gpus=tuple(int(gpu) for gpu in body["gpus"]),
-                run=str(body.get("run", "")),
-            )
-        except (KeyError, TypeError, ValueError) as err:
-            raise BackendError(f"claim of a share: {err!r}") from err
+_CLAIMS = TypeAdapter(list[Claim])
 
 
 class Slots:
@@ -230,7 +214,7 @@ class Slots:
                 found = fit(attempt, node, allocation, machine=self._machine, taken=claims)
                 made[node] = replace(found, run=run)
                 claims.append(made[node])
-            files.write_json(self._table, {"claims": [claim.to_dict() for claim in claims]})
+            files.write_json(self._table, {"claims": _CLAIMS.dump_python(claims)})
             return made
 
     def live(self) -> list[Claim]:
@@ -249,7 +233,10 @@ class Slots:
 
     def _read(self) -> list[Claim]:
         body = files.read_json(self._table) or {}
-        return [Claim.from_dict(item) for item in body.get("claims", [])]
+        try:
+            return _CLAIMS.validate_python(body.get("claims", []))
+        except ValidationError as err:
+            raise BackendError(f"claim of a share: {err}") from err
 
     def _is_live(self, claim: Claim) -> bool:
         node = files.node_folder(self._root / claim.attempt, claim.node)

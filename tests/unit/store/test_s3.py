@@ -31,6 +31,11 @@ class NoSuchKeyError(ClientError):
     """As botocore makes it for each service."""
 
 
+def listed(*keys):
+    """A listing's objects with *keys*."""
+    return [{"Key": key, "Size": 1} for key in keys]
+
+
 class Client:
     """Gives the next scripted answer to each call, and records the call."""
 
@@ -169,7 +174,7 @@ def test_manifests_are_deleted_by_a_request_of_their_own():
     """S3 promises no order within one request."""
     keys = ["root/c/a", "root/c/manifest.json", "root/c/z"]
     store = store_of({}, {})
-    store._keys = lambda _below: keys
+    store._listed = lambda _below: listed(*keys)
 
     store.delete_tree("c")
 
@@ -180,7 +185,7 @@ def test_manifests_are_deleted_by_a_request_of_their_own():
 def test_a_thousand_keys_go_by_one_request():
     """1,001 keys need two requests."""
     store = store_of({}, {})
-    store._keys = lambda _below: [f"root/c/{number}" for number in range(1001)]
+    store._listed = lambda _below: listed(*(f"root/c/{number}" for number in range(1001)))
 
     store.delete_tree("c")
 
@@ -190,7 +195,7 @@ def test_a_thousand_keys_go_by_one_request():
 def test_what_is_not_deleted_is_an_error():
     """DeleteObjects returns 200 and lists the keys that it refused."""
     store = store_of({"Errors": [{"Key": "root/c/a", "Code": "AccessDenied"}]})
-    store._keys = lambda _below: ["root/c/a"]
+    store._listed = lambda _below: listed("root/c/a")
 
     with pytest.raises(StoreError, match=r"root/c/a: not deleted: AccessDenied") as caught:
         store.delete_tree("c")
@@ -200,7 +205,7 @@ def test_what_is_not_deleted_is_an_error():
 def test_names_that_no_store_would_write_are_not_listed():
     """A console's folder object, and foreign keys with ``..`` or two slashes."""
     store = store_of()
-    store._keys = lambda _below: ["root/c/", "root/c/../x", "root/c//y", "root/c/z"]
+    store._listed = lambda _below: listed("root/c/", "root/c/../x", "root/c//y", "root/c/z")
 
     assert store.names("c") == ["c/z"]
 

@@ -2,7 +2,14 @@
 
 import pytest
 
-from envscaler_airflow.backends.local.cgroups import CgroupScope, Hierarchy, Limits, build_scope, hierarchies
+from envscaler_airflow.backends.local.cgroups import (
+    SCOPE_JSON,
+    CgroupScope,
+    Hierarchy,
+    Limits,
+    build_scope,
+    hierarchies,
+)
 
 LIMITS = Limits(memory_bytes=64 << 20, vcpus=1.5)
 
@@ -127,8 +134,8 @@ def test_a_cage_survives_json():
     """node.json has it, so that any process can end what is left."""
     scope = CgroupScope(("/g",), "/g", "/g/training", {"memory": "cgroup2"}, ("note",))
 
-    assert CgroupScope.from_dict(scope.to_dict()) == scope
-    assert CgroupScope.from_dict({}) == CgroupScope()
+    assert SCOPE_JSON.validate_json(SCOPE_JSON.dump_json(scope)) == scope
+    assert SCOPE_JSON.validate_python({}) == CgroupScope()
 
 
 def test_our_own_group_is_that_of_each_hierarchy(tmp_path):
