@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from envscaler_agent.protocol import SCHEMA, check_schema
+from envscaler_agent.protocol import SCHEMA, read_object
 from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
@@ -109,14 +109,10 @@ def owner_of(run: Run, state: RunState) -> Ownership:
 
 def _written(run: Run) -> dict[str, Any] | None:
     try:
-        text = run.read(OWNER, max_bytes=MAX_OWNER_BYTES)
-        body = json.loads(text or b"null")
-        if not isinstance(body, dict) or not isinstance(body.get("ti_id"), str):
-            return None
-        check_schema(body.get("schema"), where=OWNER)
-    except (ProtocolError, ValueError, RecursionError):
+        body = read_object(run.read(OWNER, max_bytes=MAX_OWNER_BYTES) or b"", where=OWNER)
+    except ProtocolError:
         return None
-    return body
+    return body if isinstance(body.get("ti_id"), str) else None
 
 
 def _of_shell(run: Run, body: dict[str, Any]) -> Ownership:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-from envscaler_agent.protocol import SCHEMA, check_schema
+from envscaler_agent.protocol import SCHEMA, read_object
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.names import MAX_BYTES, check_name, check_prefix, check_tree, join
@@ -306,9 +306,7 @@ def deployment_of(store: Store, configured: str | None) -> str:
         )
     text = _kept_deployment(store)
     try:
-        body = json.loads(text)
-        check_schema(body["schema"], where=store.uri(DEPLOYMENT))
-        return str(uuid.UUID(body["deployment"]))
+        return str(uuid.UUID(read_object(text, where=store.uri(DEPLOYMENT))["deployment"]))
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise ProtocolError(f"{store.uri(DEPLOYMENT)} holds no deployment's uuid: {err!r}") from err
 

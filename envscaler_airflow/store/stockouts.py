@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 
-from envscaler_agent.protocol import SCHEMA, check_schema
+from envscaler_agent.protocol import SCHEMA, read_object
 from envscaler_airflow.clouds import refusals
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Offer
@@ -71,12 +70,6 @@ def _name(offer: Offer) -> str:
 def _read(store: Store, name: str) -> StockOut | None:
     try:
         text = store.read(name, max_bytes=MAX_BYTES)
-        if text is None:
-            return None
-        body = json.loads(text)
-        if not isinstance(body, Mapping):
-            return None
-        check_schema(body.get("schema"), where=name)
-        return StockOut.from_dict(body)
+        return None if text is None else StockOut.from_dict(read_object(text, where=name))
     except (ValueError, ProtocolError):
         return None
