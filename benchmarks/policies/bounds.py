@@ -23,8 +23,7 @@ from envscaler_airflow.scaling.deadline import DeadlinePolicy, Hazard, SpotJob, 
 from envscaler_airflow.scaling.deadline.risk import age_bin
 from envscaler_airflow.simulate.compared_policies import UniformProgress, spot_optimum
 from envscaler_airflow.simulate.reports import SpotCell
-from envscaler_airflow.simulate.spot import simulate_spot
-from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_windows
+from envscaler_airflow.simulate.spot import of_dataset, read_traces, read_windows, simulate_spot
 
 CELL = SpotCell(48.0, 52.0, 0.2, 3.06, 0.9731)
 PAST = 1000

@@ -31,7 +31,13 @@ from envscaler_airflow.simulate.reports import (
     elastic_summary,
     spot_jobs,
 )
-from envscaler_airflow.simulate.traces import Traces, Window, of_dataset, read_traces, read_windows
+from envscaler_airflow.simulate.spot import (
+    Traces,
+    Window,
+    of_dataset,
+    read_traces,
+    read_windows,
+)
 
 CELLS = [(deadline, overhead) for deadline in (52.0, 70.0, 92.0) for overhead in (0.02, 0.05, 0.2, 0.4)]
 SETS = ("aws2022_k80v100_600s.csv", "awsV100_2023_195s.csv", "gcpH100_2025_600s_count16.csv")

@@ -32,7 +32,7 @@ import numpy as np
 
 from envscaler_airflow.scaling.deadline import Hazard, risk
 from envscaler_airflow.scaling.deadline.risk import BINS, age_bin
-from envscaler_airflow.simulate.traces import read_traces
+from envscaler_airflow.simulate.spot import read_traces
 
 FILES = (("awsV100_2023_195s.csv", 195.0, 3), ("gcpH100_2025_600s_count16.csv", 600.0, 1))
 """File, seconds of a tick, and how many ticks are combined: both sets at about ten minutes."""

@@ -12,7 +12,7 @@ import argparse
 import math
 from pathlib import Path
 
-from envscaler_airflow.simulate.traces import prices_since, read_price_changes, read_traces
+from envscaler_airflow.simulate.spot import prices_since, read_price_changes, read_traces
 
 GAP_S = 195.0
 DAY = int(86_400 / GAP_S)

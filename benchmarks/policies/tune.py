@@ -20,8 +20,7 @@ from fit import FILES, TUNED, unseen
 
 from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotJob, cost_table, policy
 from envscaler_airflow.simulate.compared_policies import UniformProgress
-from envscaler_airflow.simulate.spot import simulate_spot
-from envscaler_airflow.simulate.traces import read_traces
+from envscaler_airflow.simulate.spot import read_traces, simulate_spot
 
 CELLS = tuple(product((52, 70, 92), (0.02, 0.05, 0.2, 0.4)))
 EVERY_H = 12

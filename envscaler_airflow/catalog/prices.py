@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from envscaler_airflow.catalog.packaged import SNAPSHOT, pack, packaged, unpack
-from envscaler_airflow.clouds.base import Commitment, Fetched, PriceFeed, Quote, usd_of
+from envscaler_airflow.clouds import Commitment, Fetched, PriceFeed, Quote, usd_of
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.planning.offers import InstanceType, Offer

@@ -48,7 +48,7 @@ main.commands = Commands(
         "offers": "catalog:offers_command",
         "catalog": "catalog:catalog",
         "run": "run:run",
-        "submit": "submit:submit",
+        "submit": "run:submit",
         "reap": "backends:reap",
         "kubernetes": "backends:kubernetes",
         "status": "inspect:status",

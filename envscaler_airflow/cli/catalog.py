@@ -32,8 +32,7 @@ from envscaler_airflow.cli.market import (
     print_table,
     quantity,
 )
-from envscaler_airflow.clouds import Access, price_sources
-from envscaler_airflow.clouds.base import PriceFeed
+from envscaler_airflow.clouds import Access, PriceFeed, price_sources
 from envscaler_airflow.envspec import gpus as gpu_names
 from envscaler_airflow.envspec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
 from envscaler_airflow.envspec.resources import GIB

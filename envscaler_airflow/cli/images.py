@@ -38,7 +38,7 @@ from envscaler_airflow.images.cuda import broken_for, software
 from envscaler_airflow.images.locks import apply_lock, find_conflicts, resolve
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.sidecar_image import build_sidecar_image, sidecar_image_name
-from envscaler_airflow.images.stage_image import image_name
+from envscaler_airflow.images.targets import image_name
 from envscaler_airflow.store.base import open_store
 
 insecure_option = click.option(

@@ -69,19 +69,19 @@ def spot(  # noqa: PLR0913  # one argument for each option
     as_json: bool,
 ) -> None:
     """Run jobs with a deadline on spot traces. Policies: deadline, uniform-progress, greedy, on-demand."""
-    from envscaler_airflow.simulate import reports, traces  # noqa: PLC0415  # for this command alone
+    from envscaler_airflow.simulate import reports, spot  # noqa: PLC0415  # for this command alone
 
     made = _policy(policy, reports.SPOT_POLICIES)
-    seen = traces.read_traces(traces_file)
-    windows = traces.of_dataset(traces.read_windows(windows_file), traces_file, dataset)
+    seen = spot.read_traces(traces_file)
+    windows = spot.of_dataset(spot.read_windows(windows_file), traces_file, dataset)
     cells = [
         reports.SpotCell(work_h, deadline, overhead, on_demand, spot_usd, ask_s)
         for deadline in deadline_h
         for overhead in overhead_h
     ]
     given: dict[str, Any] = {
-        "earlier": traces.read_traces(history_file) if history_file else None,
-        "price_changes": traces.read_price_changes(price_changes) if price_changes else None,
+        "earlier": spot.read_traces(history_file) if history_file else None,
+        "price_changes": spot.read_price_changes(price_changes) if price_changes else None,
     }
     more = {"zones": _zones(zones, traces_file, seen.zones), "with_optimum": optimum, **given}
     jobs: list[dict[str, Any]] = []
@@ -89,9 +89,7 @@ def spot(  # noqa: PLR0913  # one argument for each option
         for cell in cells:
             jobs += reports.spot_jobs(seen, windows, cell, made, on_job=_counted(shown, len(cells)), **more)
     if plot is not None:
-        from envscaler_airflow.simulate.reports import plot_spot  # noqa: PLC0415  # an extra
-
-        plot_spot(plot, seen, jobs[0], cells[0], made, **given)
+        reports.plot_spot(plot, seen, jobs[0], cells[0], made, **given)
     _print({"policy": policy, "jobs": jobs, "summary": reports.spot_summary(jobs)}, as_json=as_json)
 
 
@@ -158,9 +156,7 @@ def elastic(  # noqa: PLR0913  # one argument for each option
             on_job=_counted(shown, 1),
         )
     if plot is not None:
-        from envscaler_airflow.simulate.reports import plot_elastic  # noqa: PLC0415  # an extra
-
-        plot_elastic(plot, jobs[0])
+        reports.plot_elastic(plot, jobs[0])
     _print({"policy": policy, "jobs": jobs, "summary": reports.elastic_summary(jobs)}, as_json=as_json)
 
 

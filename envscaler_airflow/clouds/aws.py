@@ -16,8 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from envscaler_airflow.clouds import Access, Cloud, PriceSource
-from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, is_in_force, usd_of, utc_now
+from envscaler_airflow.clouds import (
+    Access,
+    Cloud,
+    Commitment,
+    Fetched,
+    PriceSource,
+    Quote,
+    is_in_force,
+    usd_of,
+    utc_now,
+)
 from envscaler_airflow.clouds.http import TIMEOUT_S, Caller
 from envscaler_airflow.envspec.gpus import MEMORY_GB, canonical
 from envscaler_airflow.errors import BackendError, SpecError
@@ -65,7 +74,7 @@ class AwsPrices:
         self._advice: Mapping[str, Any] | None = None
 
     def fetch(self, region: str) -> Fetched:
-        """See :class:`~envscaler_airflow.clouds.base.PriceFeed`."""
+        """See :class:`~envscaler_airflow.clouds.PriceFeed`."""
         notes: list[str] = []
         quotes = list(self._call("pricing", PRICING_REGION, lambda api: list(_on_demand(api, region))))
         kinds, machines = self._call("ec2", region, _types)

@@ -11,8 +11,18 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from envscaler_airflow.clouds import Access, Cloud, PriceSource
-from envscaler_airflow.clouds.base import Commitment, Fetched, Quote, instant, is_in_force, usd_of, utc_now
+from envscaler_airflow.clouds import (
+    Access,
+    Cloud,
+    Commitment,
+    Fetched,
+    PriceSource,
+    Quote,
+    instant,
+    is_in_force,
+    usd_of,
+    utc_now,
+)
 from envscaler_airflow.clouds.http import MAX_PAGES, Caller
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.billing import Billing, Tariff
@@ -45,7 +55,7 @@ class AzurePrices:
         self._url = access.endpoint_url or URL
 
     def fetch(self, region: str) -> Fetched:
-        """See :class:`~envscaler_airflow.clouds.base.PriceFeed`."""
+        """See :class:`~envscaler_airflow.clouds.PriceFeed`."""
         quotes: dict[str, Quote] = {}
         ranks: dict[str, tuple[bool, bool, float]] = {}
         strange = 0

@@ -13,11 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from envscaler_airflow.clouds import Access, Cloud, PriceSource, Types
-from envscaler_airflow.clouds.base import (
+from envscaler_airflow.clouds import (
+    Access,
+    Cloud,
     Commitment,
     Fetched,
+    PriceSource,
     Quote,
+    Types,
     instant,
     is_in_force,
     usd_of,
@@ -95,7 +98,7 @@ class GcpPrices:
         self._skus: list[Mapping[str, Any]] | None = None
 
     def fetch(self, region: str) -> Fetched:
-        """See :class:`~envscaler_airflow.clouds.base.PriceFeed`; the list of SKUs is read once."""
+        """See :class:`~envscaler_airflow.clouds.PriceFeed`; the list of SKUs is read once."""
         if self._skus is None:
             with self._caller:
                 self._skus = list(self._pages())

@@ -14,7 +14,7 @@ from envscaler_airflow.backends import all_backends, backend_type
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.clouds import Access
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.hooks.servers import access_of, extra_of
+from envscaler_airflow.hooks.connections import access_of, extra_of
 from envscaler_airflow.hooks.settings import setting
 
 _IN_CLUSTER = ("in_cluster", "extra__kubernetes__in_cluster")

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException, AirflowRuntimeError
 
-from envscaler_airflow.clouds import Access, price_sources
-from envscaler_airflow.clouds.base import PriceFeed
+from envscaler_airflow.clouds import Access, PriceFeed, price_sources
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.hooks.servers import access_of, extra_of
+from envscaler_airflow.hooks.connections import access_of, extra_of
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -125,7 +124,7 @@ class CloudPricingHook(BaseHook):
 
     def _amazon(self, connection: Connection | None) -> Access:
         """Return a boto3 session, for clouds with connections of type ``aws``."""
-        from envscaler_airflow.hooks.aws import aws_hook, aws_session  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.hooks.connections import aws_hook, aws_session  # noqa: PLC0415  (DAG files do without)
 
         hook = aws_hook(connection)
         return Access(

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from envscaler_airflow.errors import BackendError, SpecError
-from envscaler_airflow.hooks.servers import HttpServer, http_server, server_of_url
+from envscaler_airflow.hooks.connections import HttpServer, http_server, server_of_url
 from envscaler_airflow.hooks.settings import setting
 from envscaler_airflow.scaling import Ask
 
@@ -198,7 +198,7 @@ def _of_setting() -> Prometheus:
 
 
 def _of_connection(conn_id: str) -> Prometheus:
-    """Return the server of a connection, as :func:`~envscaler_airflow.hooks.servers.http_server` reads it."""
+    """Return the server of a connection, as ``http_server`` reads it."""
     from airflow.sdk import BaseHook  # noqa: PLC0415  (a shell that only reads settings does without)
     from airflow.sdk.exceptions import AirflowException  # noqa: PLC0415  (as above)
 

@@ -10,8 +10,7 @@ from airflow.sdk.configuration import conf
 
 from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.errors import BackendError, SpecError, StoreError
-from envscaler_airflow.hooks.aws import aws_hook, aws_session, store_login
-from envscaler_airflow.hooks.servers import extra_of
+from envscaler_airflow.hooks.connections import aws_hook, aws_session, extra_of, store_login
 from envscaler_airflow.store import Store, deployment_of, open_store
 
 if TYPE_CHECKING:

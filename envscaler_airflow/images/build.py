@@ -24,8 +24,7 @@ from envscaler_airflow.images.builders import Access, Builder, Image, Order
 from envscaler_airflow.images.dockerfile import CA, CREDENTIALS, ImageOptions
 from envscaler_airflow.images.programs import Output, find_program, run_program
 from envscaler_airflow.images.requirement_files import Requirements
-from envscaler_airflow.images.stage_image import slug
-from envscaler_airflow.images.targets import render
+from envscaler_airflow.images.targets import render, slug
 from envscaler_airflow.local_files import cache_folder
 from envscaler_airflow.store.archive import pack_workdir, unpack
 

@@ -20,8 +20,7 @@ from envscaler_airflow.sidecar.context import SidecarContext, WorkInterruptedErr
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
 from envscaler_airflow.sidecar.snapshots import Snapshots
 from envscaler_airflow.sidecar.spool_state import State
-from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs
-from envscaler_airflow.sidecar.writeback import WriteBack
+from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs, WriteBack
 
 ROUND_S = 0.5
 """Time between two rounds. Chosen: half of the wrapper's second."""

@@ -18,7 +18,7 @@ from envscaler_airflow.sidecar import owner_watch
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.inputs import copy_in
 from envscaler_airflow.sidecar.restore import empty, restore
-from envscaler_airflow.sidecar.writeback import WriteBack
+from envscaler_airflow.sidecar.uploads import WriteBack
 from envscaler_airflow.store import archive
 
 HOLD_POLL_S = 1.0

@@ -36,8 +36,7 @@ from envscaler_airflow.simulate.elastic import (
     elastic_optimum,
     simulate_elastic,
 )
-from envscaler_airflow.simulate.spot import SpotPolicy, SpotRun, simulate_spot
-from envscaler_airflow.simulate.traces import Traces, Window, excerpt
+from envscaler_airflow.simulate.spot import SpotPolicy, SpotRun, Traces, Window, excerpt, simulate_spot
 
 SPOT_POLICIES: Mapping[str, type[SpotPolicy]] = {
     "deadline": DeadlinePolicy,

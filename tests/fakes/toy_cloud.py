@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from envscaler_airflow.clouds import Cloud, PriceSource
-from envscaler_airflow.clouds.base import Fetched, Quote
+from envscaler_airflow.clouds import Cloud, Fetched, PriceSource, Quote
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.billing import Billing, Tariff
 from envscaler_airflow.planning.offers import InstanceType

@@ -59,7 +59,7 @@ from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
-from envscaler_airflow.images.stage_image import with_image
+from envscaler_airflow.images.targets import with_image
 from envscaler_airflow.run import Handle, Outcome, outcome_of
 from envscaler_airflow.run.cost import UsageInterval
 

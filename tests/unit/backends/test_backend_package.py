@@ -20,7 +20,7 @@ from fakes.toy_backend import BACKEND, DESK
 import envscaler_airflow
 from envscaler_airflow import EnvStageOperator, ReapOperator, ScalingSensor, backends
 from envscaler_airflow.backends.local.processes import ProcessId
-from envscaler_airflow.cli import main, render, submit
+from envscaler_airflow.cli import main, render, run
 from envscaler_airflow.envspec.loading import BACKENDS
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks import states
@@ -30,7 +30,7 @@ from envscaler_airflow.owner import reap as reap_module
 from envscaler_airflow.owner.foreground import ForegroundOwner
 from envscaler_airflow.triggers.scaling_checks import Checks
 
-COMMANDS = (submit.submit, submit.backend_options, render.render)
+COMMANDS = (run.submit, run.backend_options, render.render)
 """Imported before the package is installed: a process imports a command once, with the options known then."""
 SPEC = """\
 version: v1

@@ -15,7 +15,7 @@ print(sorted({"psutil", "numpy", "matplotlib"} & set(sys.modules)))
 @pytest.mark.parametrize(
     "module",
     [
-        "envscaler_airflow.cli.submit",
+        "envscaler_airflow.cli.run",
         "envscaler_airflow.cli.inspect",
         "envscaler_airflow.images.sidecar_image",
         "envscaler_airflow.backends.kubernetes.pod_sidecar",

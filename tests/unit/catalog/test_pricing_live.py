@@ -18,9 +18,9 @@ from envscaler_airflow.catalog.prices import (
     with_price_lists,
 )
 from envscaler_airflow.catalog.sources import open_catalog
+from envscaler_airflow.clouds import Fetched, Quote, usd_of
 from envscaler_airflow.clouds.aws import read_machine, read_product, read_type
 from envscaler_airflow.clouds.azure import read_item
-from envscaler_airflow.clouds.base import Fetched, Quote, usd_of
 from envscaler_airflow.clouds.gcp import read_parts, sum_parts
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning import Requirements

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.cli import containers, main
-from envscaler_airflow.cli.containers import check_stage, container_of, outputs_folder
+from envscaler_airflow.cli import environment, main
+from envscaler_airflow.cli.environment import check_stage, container_of, outputs_folder
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.images.build import Built
@@ -35,7 +35,7 @@ def volume(source: str, path: str = "/data", **more) -> dict:
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """Start the container of a stage, with copies below the test's own folder."""
-    monkeypatch.setattr(containers, "SCRATCH", tmp_path)
+    monkeypatch.setattr(environment, "SCRATCH", tmp_path)
     store = open_store(f"file://{tmp_path}/store")
 
     def enter(spec: EnvSpec, **secrets: str):
@@ -140,16 +140,16 @@ def test_an_export_that_is_mounted_at_its_path_is_taken_from_there(made):
 def test_a_stage_that_wants_a_gpu_runs_on_none_only_when_it_says_so(monkeypatch, tmp_path):
     """The error comes before the build."""
     monkeypatch.setattr(
-        containers, "look_here", lambda: Here(cpus=2, memory_bytes=1 << 33, disk_bytes=1 << 33)
+        environment, "look_here", lambda: Here(cpus=2, memory_bytes=1 << 33, disk_bytes=1 << 33)
     )
-    monkeypatch.setattr(containers, "find_builder", lambda _name: None)
+    monkeypatch.setattr(environment, "find_builder", lambda _name: None)
     store = open_store(f"file://{tmp_path}/store")
     need = {"requests": {"gpu": {"count": 1, "type": "A100"}}}
 
     def run(resources):
         key = RunKey("d", "dag", "run", "task")
         spec = stage(resources=resources, volumes=[volume("pvc://claim")])
-        containers.run_docker(spec, store, key, None, command=(), resolve_secret=str)
+        environment.run_docker(spec, store, key, None, command=(), resolve_secret=str)
 
     with pytest.raises(NoOfferError, match=r"1 x A100 asked for, here: none; .*cpu_fallback: true"):
         run(need)
@@ -165,10 +165,10 @@ def test_packages_of_conda_are_built_as_they_are_written(monkeypatch):
         built.append(requirements)
         return Built("s:1", Image("i", None, {}, (), ()), "c", "b", None, is_new=True)
 
-    monkeypatch.setattr(containers, "build_image", build)
+    monkeypatch.setattr(environment, "build_image", build)
     runtime = {"type": "python", "package_manager": "conda", "packages": ["numpy=1.26"]}
 
-    name, lock = containers._bring_image(stage(runtimes=[runtime]), None, Docker(), str)
+    name, lock = environment._bring_image(stage(runtimes=[runtime]), None, Docker(), str)
 
     assert (name, lock.requirements) == ("s:1", None)
     assert [item.locked for item in built] == [None]
@@ -179,13 +179,13 @@ def test_bases_that_this_machine_does_not_allow_start_no_container(monkeypatch):
     monkeypatch.setenv("ENVSCALER_ALLOWED_BASES", "python:*, debian:*")
 
     with pytest.raises(SpecError, match=r"base.image: b is not allowed here; write one that matches python:"):
-        containers._bring_image(stage(), None, Docker(), str)
+        environment._bring_image(stage(), None, Docker(), str)
 
 
 def test_the_shell_tells_it_in_one_message(tmp_path, monkeypatch):
     """Exit code 2, and no image is built."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(containers, "find_builder", lambda _name: None)
+    monkeypatch.setattr(environment, "find_builder", lambda _name: None)
     (tmp_path / "e.yaml").write_text(
         "version: v1\nname: s\nbase: {image: b}\nentrypoint: ['true']\n"
         "volumes: [{name: d, source: 'pvc://claim', mount_path: /d}]\n"

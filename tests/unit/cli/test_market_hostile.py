@@ -19,7 +19,7 @@ from envscaler_airflow.catalog.prices import Fetched, PriceCache
 from envscaler_airflow.catalog.sources import COLUMNS
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.catalog import offers_command
-from envscaler_airflow.clouds.base import Quote
+from envscaler_airflow.clouds import Quote
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import Offer
 from envscaler_airflow.planning.table import table_of

@@ -11,7 +11,7 @@ from airflow.sdk import Connection
 from airflow.sdk.exceptions import AirflowNotFoundException
 
 from envscaler_airflow import CloudPricingHook
-from envscaler_airflow.clouds.base import Fetched, Quote
+from envscaler_airflow.clouds import Fetched, Quote
 from envscaler_airflow.errors import BackendError, SpecError
 
 

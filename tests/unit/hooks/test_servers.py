@@ -8,8 +8,8 @@ from airflow.sdk import BaseHook
 from airflow.sdk._shared.secrets_masker import reset_secrets_masker
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.hooks.connections import http_server, server_of_url, verify_of
 from envscaler_airflow.hooks.prometheus import Prometheus
-from envscaler_airflow.hooks.servers import http_server, server_of_url, verify_of
 from envscaler_airflow.hooks.settings import store_place
 
 WHAT = "a Prometheus server"

@@ -12,7 +12,7 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.requirement_files import read_requirements
-from envscaler_airflow.images.stage_image import image_name, with_image
+from envscaler_airflow.images.targets import image_name, with_image
 
 build_command = import_module("envscaler_airflow.cli.images")
 REPOSITORY = "registry.example.com/team/"

@@ -16,8 +16,7 @@ from envscaler_airflow.scaling.deadline import (
     build_table,
 )
 from envscaler_airflow.simulate.compared_policies import UniformProgress
-from envscaler_airflow.simulate.spot import simulate_spot
-from envscaler_airflow.simulate.traces import of_dataset, read_traces, read_windows
+from envscaler_airflow.simulate.spot import of_dataset, read_traces, read_windows, simulate_spot
 
 DATA = Path(__file__).parents[2] / "data" / "spot"
 JOB = SpotJob(312, 600.0, 48 * 3600.0, 720.0, 3.06, 0.9731)

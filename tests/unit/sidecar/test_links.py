@@ -12,8 +12,7 @@ from envscaler_agent.protocol import Control
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.snapshots import Snapshots
-from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs
-from envscaler_airflow.sidecar.writeback import WriteBack
+from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs, WriteBack
 from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.manifests import TreeFile

@@ -12,7 +12,7 @@ from envscaler_airflow.sidecar.inputs import copy_in
 from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.spool_state import Mount
-from envscaler_airflow.sidecar.writeback import WriteBack
+from envscaler_airflow.sidecar.uploads import WriteBack
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.filesystem import FilesystemStore
 from envscaler_airflow.store.transfer_progress import Moved

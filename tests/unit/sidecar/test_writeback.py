@@ -5,8 +5,7 @@ import os
 import pytest
 
 from envscaler_airflow.sidecar import setup
-from envscaler_airflow.sidecar.uploads import Checkpoints
-from envscaler_airflow.sidecar.writeback import WriteBack
+from envscaler_airflow.sidecar.uploads import Checkpoints, WriteBack
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.checkpoints import complete_checkpoints
 

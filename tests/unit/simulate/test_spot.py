@@ -16,8 +16,13 @@ from envscaler_airflow.simulate.compared_policies import (
     UniformProgress,
     spot_optimum,
 )
-from envscaler_airflow.simulate.spot import simulate_spot
-from envscaler_airflow.simulate.traces import of_dataset, prices_since, read_traces, read_windows
+from envscaler_airflow.simulate.spot import (
+    of_dataset,
+    prices_since,
+    read_traces,
+    read_windows,
+    simulate_spot,
+)
 
 DATA = Path(__file__).parents[2] / "data" / "spot"
 FILES = {
