@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from fakes import attempts
 from hypothesis import given
 from hypothesis import strategies as st
 
+import envscaler_agent
+import envscaler_airflow
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.launch import Batch, batch_env, batches, launch_command
@@ -196,3 +200,27 @@ def test_nonsense_in_the_layout_is_an_error_of_the_protocol(tmp_path, body):
 
     with pytest.raises(ProtocolError):
         Layout.read(tmp_path / "layout.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "modules"),
+    [
+        ("storage_class", {"envspec/models.py", "envspec/schema.py", "backends/kubernetes/mounts.py"}),
+        ("stall_factor", {"launch.py", "spool.py", "wrapper.py"}),
+    ],
+)
+def test_a_field_that_reaches_the_training_is_named_in_three_modules(field, modules):
+    """The model (with an example for the docs), the launch where it does not carry the part, and the reader.
+
+    A field of ``resources``, ``volumes`` or ``env`` is in the launch without a change there.
+    """
+    roots = [Path(package.__file__).parent for package in (envscaler_airflow, envscaler_agent)]
+
+    found = {
+        str(path.relative_to(root))
+        for root in roots
+        for path in root.rglob("*.py")
+        if re.search(rf"\b{field}\b", path.read_text())
+    }
+
+    assert found == modules
