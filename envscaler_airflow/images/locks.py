@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
-from pydantic import TypeAdapter, ValidationError
 
 from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.envspec.models import EnvSpec
@@ -28,6 +27,7 @@ from envscaler_airflow.images.programs import Output, find_program, run_program,
 from envscaler_airflow.images.requirement_files import MAIN, Requirements
 from envscaler_airflow.images.venv import python_version, render_conda
 from envscaler_airflow.local_files import read_plain
+from envscaler_airflow.planning.record import Record
 from envscaler_airflow.store.run import Run
 
 TIMEOUT_S = 120.0
@@ -259,7 +259,7 @@ _VERSIONS: dict[Family, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Lock:
+class Lock(Record):
     """An exact environment. None is unknown.
 
     Attributes:
@@ -288,9 +288,7 @@ class Lock:
 
     def to_text(self) -> str:
         """JSON, with readable package versions next to the hashed text."""
-        body: dict[str, Any] = {"schema": SCHEMA}
-        body |= {name: getattr(self, name) for name in self.__slots__}
-        body["gpus"] = list(self.gpus)
+        body: dict[str, Any] = {"schema": SCHEMA, **{name: getattr(self, name) for name in self.__slots__}}
         body["packages"] = Resolution(self.requirements).versions if self.requirements is not None else None
         return json.dumps(body, indent=1, sort_keys=True) + "\n"
 
@@ -304,14 +302,10 @@ class Lock:
         try:
             body = json.loads(text)
             check_schema(body["schema"], where=where)
-            kept = {name: body[name] for name in cls.__slots__ if body.get(name) is not None}
-            return TypeAdapter(cls).validate_python(kept)
-        except ValidationError as err:
-            fault = err.errors()[0]
-            field = ".".join(str(part) for part in fault["loc"])
-            raise ProtocolError(f"{where} is no lock of an environment: {field}: {fault['msg']}") from err
+            return cls.from_dict(body)
         except (ValueError, KeyError, TypeError, RecursionError) as err:
-            raise ProtocolError(f"{where} is no lock of an environment: {err!r}") from err
+            fault = str(err) if isinstance(err, ValueError) else repr(err)
+            raise ProtocolError(f"{where} is no lock of an environment: {fault}") from err
 
 
 def read_lock(text: str, run: Run | None = None) -> Lock:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from envscaler_airflow.planning.record import Record
 
 Part = Literal["main", "training"]
 
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class CgroupScope:
+class CgroupScope(Record):
     """The cgroup folders of one node, one for each hierarchy.
 
     Attributes:
@@ -112,10 +112,6 @@ class CgroupScope:
             for folder in (Path(group), Path(group).parent):
                 with suppress(OSError):
                     folder.rmdir()
-
-
-SCOPE_JSON = TypeAdapter(CgroupScope)
-"""JSON form of a scope, as in node.json."""
 
 
 @dataclass(frozen=True, slots=True)

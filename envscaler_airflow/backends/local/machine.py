@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envscaler_airflow.catalog import canonical_gpu, nominal_memory_gb
+from envscaler_airflow.planning.record import Record
 
 GIB = float(1 << 30)
 USABLE_MEMORY = 0.9
@@ -21,7 +22,7 @@ _UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Record):
     """Which machine, boot and process table a process id belongs to.
 
     Attributes:
@@ -39,15 +40,6 @@ class Identity:
     def is_same_host(self, other: Identity) -> bool:
         """True when both are known to be the same installed system."""
         return self.host == other.host and self.machine_id == other.machine_id
-
-    def to_dict(self) -> dict[str, str]:
-        """JSON form, as handles contain it."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_dict(cls, body: dict[str, Any]) -> Identity:
-        """Read what :meth:`to_dict` wrote; absent parts are ``""``."""
-        return cls(**{name: str(body.get(name, "")) for name in cls.__slots__})
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from envscaler_agent.protocol import END_REASONS, Ended
 from envscaler_agent.spool import Spool
 from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.backends.local import files
-from envscaler_airflow.backends.local.cgroups import SCOPE_JSON, CgroupScope, Limits, build_scope
+from envscaler_airflow.backends.local.cgroups import CgroupScope, Limits, build_scope
 from envscaler_airflow.backends.local.files import OutputWriter
 from envscaler_airflow.backends.local.machine import this_identity
 from envscaler_airflow.backends.local.node_environment import sidecar_env, training_env
@@ -436,7 +436,7 @@ def run_main(folder: Path, request: dict[str, Any], scope: CgroupScope, guard: P
         "guard": guard.to_dict() if guard else None,
         "identity": this_identity().to_dict(),
         "started": clock.started,
-        "scope": SCOPE_JSON.dump_python(scope),
+        "scope": scope.to_dict(),
         "limits": scope.limits_said(request["limits"]),
     }
     node = None

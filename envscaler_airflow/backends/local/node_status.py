@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envscaler_airflow.backends.local import files
-from envscaler_airflow.backends.local.cgroups import SCOPE_JSON
+from envscaler_airflow.backends.local.cgroups import CgroupScope
 from envscaler_airflow.backends.local.machine import Identity
 from envscaler_airflow.backends.local.processes import ProcessId, Survivors
 from envscaler_airflow.errors import BackendError
@@ -71,7 +71,7 @@ class NodeView:
     def survivors(self) -> Survivors:
         """Where to look for its processes."""
         body = files.read_json(self.folder / files.NODE) or {}
-        scope = SCOPE_JSON.validate_python(body.get("scope") or {})
+        scope = CgroupScope.from_dict(body.get("scope") or {})
         return Survivors(str(self.folder / files.SPOOL), self.guard, scope, self.main)
 
     def is_held(self) -> bool:

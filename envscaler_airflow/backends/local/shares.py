@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB, Gpu, Machine
 from envscaler_airflow.catalog import scaled_price, shadow_offer
@@ -16,6 +14,7 @@ from envscaler_airflow.envspec.resources import Gpu as GpuRequest
 from envscaler_airflow.envspec.resources import Resources
 from envscaler_airflow.errors import BackendError, CapacityError
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.planning.record import Record
 
 SHARED_SUFFIX = "-shared"
 """An offer of this kind is not counted: it shares the machine with everything else that runs."""
@@ -150,7 +149,7 @@ def allocation_shortfalls(allocation: Allocation, machine: Machine) -> list[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Record):
     """The part of the machine that one node uses.
 
     Attributes:
@@ -176,9 +175,6 @@ class Claim:
         """Human-readable name of its user: the run without its deployment, else the attempt's folder."""
         run = self.run.partition("/")[2].removesuffix("/-1") or self.attempt
         return f"{run} (node {self.node})"
-
-
-_CLAIMS = TypeAdapter(list[Claim])
 
 
 class Slots:
@@ -214,7 +210,7 @@ class Slots:
                 found = fit(attempt, node, allocation, machine=self._machine, taken=claims)
                 made[node] = replace(found, run=run)
                 claims.append(made[node])
-            files.write_json(self._table, {"claims": _CLAIMS.dump_python(claims)})
+            files.write_json(self._table, {"claims": [claim.to_dict() for claim in claims]})
             return made
 
     def live(self) -> list[Claim]:
@@ -234,9 +230,9 @@ class Slots:
     def _read(self) -> list[Claim]:
         body = files.read_json(self._table) or {}
         try:
-            return _CLAIMS.validate_python(body.get("claims", []))
-        except ValidationError as err:
-            raise BackendError(f"claim of a share: {err}") from err
+            return [Claim.from_dict(item) for item in body.get("claims", [])]
+        except ValueError as err:
+            raise BackendError(f"{self._table}: claim of a share: {err}") from err
 
     def _is_live(self, claim: Claim) -> bool:
         node = files.node_folder(self._root / claim.attempt, claim.node)
