@@ -20,6 +20,7 @@ from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.security import rbac
 from envscaler_airflow.backends.local.node_plan import attempt_name
 from envscaler_airflow.run import AttemptState, Event, RunState
+from envscaler_airflow.run.event_bodies import AttemptEnded, AttemptIntended
 from envscaler_airflow.store import EventLog, RunKey, Store, open_store
 from envscaler_airflow.store.checkpoints import complete_checkpoints
 from envscaler_airflow.store.run import Run
@@ -272,11 +273,11 @@ class StageRun:
         assert lives == sorted(set(lives)), f"two attempts made steps at the same time: {lives}"
         live: tuple[int, int] | None = None
         for event in self.events():
-            key = (event.body.generation, event.body.attempt)
-            if event.type == "attempt-intended":
+            if isinstance(event.body, AttemptIntended):
+                key = (event.body.generation, event.body.attempt)
                 assert live is None, f"{key} was intended while {live} was live"
                 live = key
-            elif event.type == "attempt-ended":
+            elif isinstance(event.body, AttemptEnded):
                 live = None
 
     def _check_resumes(self) -> None:

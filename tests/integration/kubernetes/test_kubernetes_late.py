@@ -41,7 +41,7 @@ def test_a_refusal_that_is_told_late_fails_the_run(cluster, stage, refuse, spec,
 
     state = run.state
     assert (state.status, state.failure) == ("failed", "refused")
-    assert state.attempts[-1].end.usage == []
+    assert state.attempts[-1].end.usage == ()
     eventually(lambda: cluster.list(PODS, "default"), lambda left: left == [])
 
 
