@@ -27,7 +27,7 @@ import envscaler_airflow
 from envscaler_agent.protocol import Status
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
-from envscaler_airflow.cli.follow import StageStory, moves
+from envscaler_airflow.cli.follow import StageFollower, moves
 from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.envspec import load_spec
@@ -157,7 +157,7 @@ class Demo:
         self._home, self._dags, self._console, self._place = home, dags, console, place
         self._conf = {"compute": place.compute, **conf}
         self._begun = time.monotonic()
-        self._stories: dict[str, StageStory] = {}
+        self._followers: dict[str, StageFollower] = {}
         self._tasks: dict[str, str | None] = {}
         self._lost: str | None = None
         self._plain_at = 0.0
@@ -182,7 +182,7 @@ class Demo:
         try:
             run_id = airflow.trigger_dag(DAG_ID, conf=self._conf, timeout_s=STUCK_S)
             self._say("demo", f"triggered {DAG_ID} ({run_id})")
-            self._open_stories(run_id)
+            self._open_followers(run_id)
             with self._view():
                 state = self._follow(airflow, run_id)
             code = self._conclude(airflow, run_id, state)
@@ -197,19 +197,19 @@ class Demo:
 
     def _summary(self, state: str) -> dict[str, Any]:
         reports = {
-            stage: run_report(story.state, now=time.time()).to_dict()
-            for stage, story in self._stories.items()
-            if story.state.attempts
+            stage: run_report(follower.state, now=time.time()).to_dict()
+            for stage, follower in self._followers.items()
+            if follower.state.attempts
         }
-        told = conclusions(self._stories, self._lost)
+        told = conclusions(self._followers, self._lost)
         return {"state": state, "tasks": self._tasks, "conclusions": told, "reports": reports}
 
     # -- while it runs -------------------------------------------------------------------------
 
-    def _open_stories(self, run_id: str) -> None:
+    def _open_followers(self, run_id: str) -> None:
         for stage in STAGES:
             key = RunKey(self._place.deployment, DAG_ID, run_id, stage)
-            self._stories[stage] = StageStory(Run(self._place.store, key), stage)
+            self._followers[stage] = StageFollower(Run(self._place.store, key), stage)
 
     def _follow(self, airflow: AirflowServices, run_id: str) -> str:
         """Report the progress of the DAG run, and return its final state."""
@@ -239,12 +239,12 @@ class Demo:
 
     def _marks(self) -> tuple[object, ...]:
         """What changes when anything goes on: events, phases, steps, checkpoints, output, states of tasks."""
-        stories = (story.marks() for story in self._stories.values())
-        return (*stories, tuple(self._tasks.items()))
+        followers = (follower.marks() for follower in self._followers.values())
+        return (*followers, tuple(self._tasks.items()))
 
     def _look(self) -> None:
-        for stage, story in self._stories.items():
-            for line in story.look():
+        for stage, follower in self._followers.items():
+            for line in follower.lines():
                 self._say(stage, line)
 
     def _note_tasks(self, tasks: dict[str, str | None]) -> None:
@@ -255,14 +255,14 @@ class Demo:
 
     def _lose_machine(self) -> None:
         """Take the training's machine away, once."""
-        story = self._stories["train"]
-        why = None if self._lost else reason_to_lose(story)
-        attempt = story.attempt()
+        follower = self._followers["train"]
+        why = None if self._lost else reason_to_lose(follower)
+        attempt = follower.attempt()
         if why is None or attempt is None or attempt.handle is None:
             return
         self._lost = why
         done = self._place.lose(attempt.handle)
-        step = story.status.progress.step if story.status else None
+        step = follower.status.progress.step if follower.status else None
         self._say("demo", f"{done.format(attempt=attempt.number, step=step)}: {why}")
 
     # -- what is shown -------------------------------------------------------------------------
@@ -292,15 +292,15 @@ class Demo:
             self._live.update(self._panel(), refresh=True)
         elif time.monotonic() - self._plain_at > 10:
             self._plain_at = time.monotonic()
-            for stage, story in self._stories.items():
-                attempt, status = story.attempt(), story.status
+            for stage, follower in self._followers.items():
+                attempt, status = follower.attempt(), follower.status
                 if attempt is not None and status is not None and status.progress.step:
                     self._say(stage, f"{attempt.allocation.name}: {progress_words(status)}")
 
     def _panel(self) -> RenderableType:
         table = Table("STAGE", "TASK", "ATTEMPT", "MACHINE", "DONE", "", box=None, pad_edge=False)
-        for stage, story in self._stories.items():
-            current, status = story.state.current, story.status
+        for stage, follower in self._followers.items():
+            current, status = follower.state.current, follower.status
             done, total = _done(status)
             table.add_row(
                 stage,
@@ -315,12 +315,12 @@ class Demo:
     # -- at the end ----------------------------------------------------------------------------
 
     def _conclude(self, airflow: AirflowServices, run_id: str, state: str) -> int:
-        for stage, story in self._stories.items():
-            if story.state.attempts:
+        for stage, follower in self._followers.items():
+            if follower.state.attempts:
                 self._console.rule(f"cost of {stage}", align="left")
-                print_report(run_report(story.state, now=story.now()), self._console)
+                print_report(run_report(follower.state, now=follower.now()), self._console)
         self._console.rule("what happened", align="left")
-        for line in conclusions(self._stories, self._lost):
+        for line in conclusions(self._followers, self._lost):
             self._console.print(f"- {line}", soft_wrap=True)
         if state == "success":
             self._console.print(f"- the pipeline succeeded in {time.monotonic() - self._begun:.0f} s")
@@ -363,19 +363,19 @@ class Patience:
             raise TimeoutError(f"nothing has moved for {duration_text(now - self._moved)}: {marks[-1]}")
 
 
-def reason_to_lose(story: StageStory) -> str | None:
+def reason_to_lose(follower: StageFollower) -> str | None:
     """Why now is the time to take the machine away; None while it is not.
 
     After a move, or once it is clear that none comes; and always some steps after a
     checkpoint of the very attempt, so that something is lost and something is kept.
     """
-    attempt, status = story.attempt(), story.status
-    if attempt is None or status is None or story.state.pending or status.ended is not None:
+    attempt, status = follower.attempt(), follower.status
+    if attempt is None or status is None or follower.state.pending or status.ended is not None:
         return None
     step, saved = status.progress.step, status.last_checkpoint_step
     if status.attempt != attempt.number or step is None or saved is None or step - saved < LOSE_AFTER_STEPS:
         return None
-    if moves(story.state):
+    if moves(follower.state):
         return "a spot loss after the move"
     done, total = _done(status)
     if total and done / total > LOSE_ANYWAY:
@@ -383,9 +383,9 @@ def reason_to_lose(story: StageStory) -> str | None:
     return None
 
 
-def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
+def conclusions(followers: dict[str, StageFollower], lost: str | None) -> list[str]:
     """What the demo was to show, and whether it did."""
-    train = stories["train"].state
+    train = followers["train"].state
     lines = [_about_move(left, came) for left, came in moves(train)]
     if not lines:
         lines.append("no move: on this machine none would have paid within the time of the training")
@@ -396,15 +396,15 @@ def conclusions(stories: dict[str, StageStory], lost: str | None) -> list[str]:
             kept, again = after.end.start_step, before.step
             steps = f", {again - kept} steps done again" if again is not None and kept is not None else ""
             lines.append(f"attempt {before.number} was lost, attempt {after.number} went on{steps}")
-    worth = _worth(run_bill(train, now=stories["train"].now()), stories["train"].value_of_hour())
+    worth = _worth(run_bill(train, now=followers["train"].now()), followers["train"].value_of_hour())
     lines += [worth] if worth else []
-    metrics = stories["train"].output_json("model", "metrics.json")
+    metrics = followers["train"].output_json("model", "metrics.json")
     if metrics:
         lines.append(
             f"{metrics.get('samples')} samples in {metrics.get('epochs')} epochs make the model: "
             f"{metrics.get('samples_repeated')} repeated, {metrics.get('samples_dropped')} dropped"
         )
-    scores = stories["score"].output_json("predictions", "scores.json")
+    scores = followers["score"].output_json("predictions", "scores.json")
     if scores:
         lines.append(
             f"accuracy {_share(scores.get('accuracy'))} on {scores.get('documents', '?')} held-out documents "

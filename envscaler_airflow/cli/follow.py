@@ -31,7 +31,7 @@ _MAX_OUTPUT_BYTES = 1 << 20
 """Largest JSON file of an output that is read. Chosen: summaries are a few kilobytes."""
 
 
-class StageStory:
+class StageFollower:
     """Follows one run; tells each fact once.
 
     Attributes:
@@ -52,7 +52,7 @@ class StageStory:
         """The run's time, which is its store's."""
         return self._run.now()
 
-    def look(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Lines about what is new since the previous call; none if the store cannot be read now."""
         lines = self.news()
         try:

@@ -17,7 +17,7 @@ import click
 
 from envscaler_agent.ending import EXIT_STOPPED
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.cli.follow import StageStory, Voice, progress_line
+from envscaler_airflow.cli.follow import StageFollower, Voice, progress_line
 from envscaler_airflow.cli.owners import write_owner
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.errors import BackendError, EnvScalerError, RunFailedError, StoreError
@@ -121,7 +121,7 @@ class Foreground:
     actor: Actor
     shows_training: bool = True
     _owner: ForegroundOwner = field(init=False)
-    _story: StageStory = field(init=False)
+    _follower: StageFollower = field(init=False)
     _waiting: Waiting | None = field(init=False, default=None)
     _cursors: dict[tuple[int, int, int], tuple[int, int]] = field(init=False, default_factory=dict)
     _waits: str = field(init=False, default="")
@@ -132,23 +132,23 @@ class Foreground:
     def __post_init__(self) -> None:
         """Prepare; nothing is read or written."""
         owner = Owner(run=self.run, backend=self.backend, actor=self.actor, stage=self.stage)
-        self._story = StageStory(self.run, self.run.key().task_id)
+        self._follower = StageFollower(self.run, self.run.key().task_id)
         self._owner = ForegroundOwner(
             owner,
             on_wait=self._on_wait,
-            on_look=self._on_look,
+            on_poll=self._on_poll,
             on_trouble=self._on_trouble,
         )
 
     def own(self) -> Delivered:
         """Until the run is delivered. Raises as :meth:`Owner.enter`, and SystemExit after a signal."""
-        self._story.skip()
+        self._follower.skip()
         write_owner(self.run, self.actor.ti_id, self.backend)
         return self._until_end(resuming=False)
 
     def go_on(self) -> Delivered:
         """The same for a run that this actor owns already, as an ``owner`` event says."""
-        self._story.skip()
+        self._follower.skip()
         return self._until_end(resuming=True)
 
     def _until_end(self, *, resuming: bool) -> Delivered:
@@ -225,13 +225,13 @@ class Foreground:
     def _on_wait(self, waiting: Waiting) -> None:
         self._waiting = waiting
         self._tell_news()
-        last, pause_s = self._story.state.current, waiting.watching.backoff_s
+        last, pause_s = self._follower.state.current, waiting.watching.backoff_s
         if pause_s is None or last is None or last.outcome != "not-started":
             self.voice.say(printable(waiting.reason))
             return
         self.voice.say(f"next try in {duration_text(pause_s)}")
 
-    def _on_look(self, watch: AttemptWatcher) -> None:
+    def _on_poll(self, watch: AttemptWatcher) -> None:
         self._print_logs()
         self._tell_news()
         waits = "" if watch.observed is None else watch.observed.waits
@@ -239,7 +239,7 @@ class Foreground:
             self.voice.say(f"waits: {printable(waits)}")
         self._waits = waits
         self._tell_messages(watch)
-        line = progress_line(self._story.status, self._story.state, now=self.run.now())
+        line = progress_line(self._follower.status, self._follower.state, now=self.run.now())
         if line:
             self.voice.progress(line)
 
@@ -255,7 +255,7 @@ class Foreground:
         self.voice.say(f"no answer, tried again: {printable(str(err))}")
 
     def _tell_news(self) -> None:
-        for line in self._story.news():
+        for line in self._follower.news():
             told = self._shortened(line)
             if told:
                 self.voice.say(told)
@@ -265,7 +265,7 @@ class Foreground:
         if (missed := _NO_ROOM.fullmatch(line)) is not None:
             why, before = missed["why"] or "the backend does not say why", self._no_room
             self._no_room = why
-            last = self._story.state.current
+            last = self._follower.state.current
             is_full = last is not None and last.end.failure == "capacity"
             return "" if why == before else f"{'no capacity' if is_full else 'not started'}: {why}"
         if (begun := _ON.match(line)) is not None:

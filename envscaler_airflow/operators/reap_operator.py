@@ -69,9 +69,9 @@ class ReapOperator(BaseOperator):
         def over(key: RunKey) -> str | None:
             return why_over(key) if key.deployment == deployment else None
 
-        gone = []
+        removed = []
         for orphan in reap(store, backend, task_is_over=over, grace_s=self.grace_s, dry_run=self.only_say):
             self.log.info("attempt=%s reason=%r", orphan.handle.name, orphan.reason)
-            gone.append({"attempt": orphan.handle.name, "run": orphan.prefix, "reason": orphan.reason})
-        self.log.info("%d %s", len(gone), "would go" if self.only_say else "gone")
-        return gone
+            removed.append({"attempt": orphan.handle.name, "run": orphan.prefix, "reason": orphan.reason})
+        self.log.info("%d %s", len(removed), "would go" if self.only_say else "gone")
+        return removed

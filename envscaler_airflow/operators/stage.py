@@ -168,10 +168,10 @@ class EnvStageOperator(_Connected):
 
     def resume(self, context: Context, event: Mapping[str, Any] | None = None) -> Any:
         """Continue after what the trigger saw, in the same place: an edit of the DAG file moves no run."""
-        told = dict(event or {"kind": "status"})
-        self._stay(told.pop("place", None) or {})
-        watched = told.pop("watched", None)
-        return self._advance(context, told, watched)
+        wake = dict(event or {"kind": "status"})
+        self._stay(wake.pop("place", None) or {})
+        watched = wake.pop("watched", None)
+        return self._advance(context, wake, watched)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """Continue after a deferral: ask the stage to stop at a timeout, and replace a failed trigger."""

@@ -77,9 +77,9 @@ def make_plan(
 
 def _by_software(spec: EnvSpec, offers: Iterable[Offer]) -> tuple[list[Offer], list[Rejected]]:
     """Split *offers* into those that the stage's packages run on, and the others with the reason."""
-    told, usable, useless = _software_fault(spec), [], []
+    fault_of, usable, useless = _software_fault(spec), [], []
     for offer in offers:
-        fault = told(offer)
+        fault = fault_of(offer)
         if fault is None:
             usable.append(offer)
         else:  # the machine itself lacks nothing
@@ -97,12 +97,12 @@ def _software_fault(spec: EnvSpec) -> Callable[[Offer], str | None]:
     is_known = runtime is None or runtime.requirements is None
     of_gpu = software_faults(spec, Packages(runtime)) if is_known else None
 
-    def told(offer: Offer) -> str | None:
+    def fault_of(offer: Offer) -> str | None:
         if of_gpu is None or offer.gpu_name is None or not has_image(offer.cloud):
             return None
         return of_gpu(offer.gpu_name)
 
-    return told
+    return fault_of
 
 
 def budget_fault(stage: Stage, spent_usd: float | None) -> str | None:
@@ -219,8 +219,10 @@ def refused_by(attempt: AttemptState, never_came: Iterable[int]) -> tuple[Offer,
     """Return the offers of the nodes that never started; all of the attempt's if none is named."""
     parts = attempt.allocation.parts
     nodes = set(never_came)
-    told = [part.offer for part in parts if nodes & set(range(part.first_rank, part.first_rank + part.nodes))]
-    return tuple(told or (part.offer for part in parts))
+    named = [
+        part.offer for part in parts if nodes & set(range(part.first_rank, part.first_rank + part.nodes))
+    ]
+    return tuple(named or (part.offer for part in parts))
 
 
 def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | None:
@@ -229,11 +231,11 @@ def fits(spec: EnvSpec, target: Allocation, offers: Iterable[Offer]) -> str | No
     gone = [part.offer.name for part in target.parts if part.offer.name not in known]
     if gone:
         return f"{' and '.join(gone)} is no longer offered"
-    told = _software_fault(spec)
+    fault_of = _software_fault(spec)
     for part in target.parts:
         for found in data_misfits(data_places(spec, schemes()), part.offer):
             return found.reason
-        if (fault := told(part.offer)) is not None:
+        if (fault := fault_of(part.offer)) is not None:
             return fault
     bounds = spec.node_bounds
     if not bounds.min <= target.nodes <= bounds.max:

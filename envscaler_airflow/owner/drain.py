@@ -62,16 +62,16 @@ def stop_event(
 ) -> AttemptStopping:
     """Return the request to save and stop, for *action*, with the grace that its checkpoints need."""
     live = live_of(state)
-    said = owned.run.status(live.key)
-    if said is not None and action.why == "stalled":
-        said = replace(said, progress=Progress())  # no further step is expected of it
+    status = owned.run.status(live.key)
+    if status is not None and action.why == "stalled":
+        status = replace(status, progress=Progress())  # no further step is expected of it
     return AttemptStopping(
         generation=live.generation,
         attempt=live.number,
         why=action.why,
         reason=action.reason,
         align=align,
-        grace_s=limits.grace_s(state, said),
+        grace_s=limits.grace_s(state, status),
         request=None if action.request is None else action.request.number,
         target=target,
     )

@@ -9,7 +9,7 @@ from itertools import pairwise
 from envscaler_agent.protocol import MAX_JSON_BYTES, claim_name, status_name
 from envscaler_airflow.backends.base import AttemptStatus, Backend
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.owner.run_watch import unless_heard
+from envscaler_airflow.owner.run_watch import unless_reporting
 from envscaler_airflow.owner.usage import billed_usd, cost_usd, spans_of, with_removed
 from envscaler_airflow.run import AttemptState, NodeStatus, Observed, RunState
 from envscaler_airflow.run.cost import UsageInterval
@@ -30,12 +30,12 @@ def observe(
 ) -> Observed | None:
     """Return the nodes of a started attempt, as backend and store know them; None without a handle.
 
-    A node that only the backend misses is not lost while its status changes: see :func:`unless_heard`.
+    A node that only the backend misses is not lost while its status changes: see :func:`unless_reporting`.
     """
     if attempt.handle is None:
         return None
     try:
-        seen: AttemptStatus | None = unless_heard(backend.observe(attempt.handle), quiet_s)
+        seen: AttemptStatus | None = unless_reporting(backend.observe(attempt.handle), quiet_s)
     except BackendError:
         seen = None
     known = {node.node: node for node in seen.nodes} if seen else {}
@@ -91,9 +91,9 @@ def least_usage(run: Run, attempt: AttemptState) -> tuple[UsageInterval, ...] | 
     for node in range(max(attempt.allocation.nodes, *(one.allocation.nodes for one in attempt.earlier), 0)):
         claim = 1
         while claimed := run.read_dated(claim_name(*attempt.key, node, claim), max_bytes=MAX_JSON_BYTES):
-            said = run.read_dated(status_name(*attempt.key, node, claim), max_bytes=MAX_JSON_BYTES)
-            if claimed[1] is not None and said is not None and said[1] is not None:
-                found.append(UsageInterval(node, claimed[1], max(claimed[1], said[1])))
+            reported = run.read_dated(status_name(*attempt.key, node, claim), max_bytes=MAX_JSON_BYTES)
+            if claimed[1] is not None and reported is not None and reported[1] is not None:
+                found.append(UsageInterval(node, claimed[1], max(claimed[1], reported[1])))
             claim += 1
     return tuple(found) or None
 

@@ -49,14 +49,14 @@ class ForegroundOwner:
     Attributes:
         owner: Acts on the run.
         on_wait: Called with the reason for the wait whenever it changes.
-        on_look: Called at every poll with the watch, to show logs and progress.
+        on_poll: Called at every poll with the watch, to show logs and progress.
         on_trouble: Called with each error of the store while it waits.
         sleep, monotonic: Time.
     """
 
     owner: Owner
     on_wait: Callable[[Waiting], None] = lambda _waiting: None
-    on_look: Callable[[AttemptWatcher], None] = lambda _watch: None
+    on_poll: Callable[[AttemptWatcher], None] = lambda _watch: None
     on_trouble: Callable[[Exception], None] = lambda _err: None
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
@@ -128,7 +128,7 @@ class ForegroundOwner:
                 wake = watch.poll()
                 if wake is not None:
                     trouble = lease.hand_on() or trouble
-                self.on_look(watch)
+                self.on_poll(watch)
             except (StoreError, ProtocolError) as err:
                 trouble = err  # unknown is not dead: poll again
             if wake is not None:
@@ -148,19 +148,19 @@ class _Renewal:
     def __init__(self, owned: OwnedRun, watch: AttemptWatcher, monotonic: Callable[[], float]) -> None:
         self._owned, self._watch, self._monotonic = owned, watch, monotonic
         self._renewed = monotonic()
-        self._told: str | None = None
+        self._written: str | None = None
 
     def renew(self) -> Exception | None:
         """Renew the lease if it is due, or if the reason to wait changed; return the error, if any."""
         observed = self._watch.observed
         waits = "" if observed is None else observed.waits
         is_due = self._monotonic() - self._renewed >= RENEW_EVERY_S
-        if waits == self._told and not is_due:
+        if waits == self._written and not is_due:
             return None
-        ages = None if self._told is None else self._watch.ages()  # nothing is known before the first poll
+        ages = None if self._written is None else self._watch.ages()  # nothing is known before the first poll
         err = self._write(waits=waits, ages=ages)
         if err is None:
-            self._renewed, self._told = self._monotonic(), waits
+            self._renewed, self._written = self._monotonic(), waits
         return err
 
     def hand_on(self) -> Exception | None:
@@ -168,9 +168,9 @@ class _Renewal:
         ages = self._watch.ages()
         return self._write(ages=ages) if ages else None
 
-    def _write(self, **said: Any) -> Exception | None:
+    def _write(self, **fields: Any) -> Exception | None:
         try:
-            self._owned.run.lease.renew(holder=self._owned.actor.ti_id, **said)
+            self._owned.run.lease.renew(holder=self._owned.actor.ti_id, **fields)
         except (StoreError, ProtocolError) as err:
             return err
         return None

@@ -15,17 +15,17 @@ from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.owner.stage import Waiting
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.run import Action, AttemptState, Change, Handle, RunState
-from envscaler_airflow.run.event_bodies import Changed, ChangeUndone, Leaving
+from envscaler_airflow.run.event_bodies import Changed, ChangeUndone, NodeDrain
 from envscaler_airflow.scaling import all_policies
 
 
-def who_leaves(
+def order_of_drain(
     allocation: Allocation,
     count: int,
     *,
     removable: Collection[int] = (),
     step_s: Mapping[int, float] | None = None,
-) -> tuple[Leaving, ...]:
+) -> tuple[NodeDrain, ...]:
     """Return the *count* nodes to remove, in that order; never node 0, which reports for the training.
 
     Order: nodes marked removable; then spot before on-demand; then the slowest; then the highest index.
@@ -46,7 +46,7 @@ def who_leaves(
         return (node not in removable, not is_spot, -speeds.get(node, 0.0), -node)
 
     chosen = sorted(range(1, allocation.nodes), key=rank)[:count]
-    return tuple(Leaving(node, _why(allocation, node, removable, speeds, slowest)) for node in chosen)
+    return tuple(NodeDrain(node, _why(allocation, node, removable, speeds, slowest)) for node in chosen)
 
 
 def _why(
@@ -234,9 +234,9 @@ def _undo(backend: RescalesInPlace, handle: Handle, live: AttemptState, missing:
     return ChangeResult("undone", f"not available: {missing}")
 
 
-def are_last(leaving: Collection[Leaving], live: AttemptState, target: Allocation) -> bool:
+def are_last(drained: Collection[NodeDrain], live: AttemptState, target: Allocation) -> bool:
     """True if the nodes to remove are the last ones, or there are none."""
-    return {item.node for item in leaving} == set(range(target.nodes, live.allocation.nodes))
+    return {item.node for item in drained} == set(range(target.nodes, live.allocation.nodes))
 
 
 def change(owned: OwnedRun, state: RunState, action: Action) -> RunState | Waiting:
@@ -259,7 +259,7 @@ def change(owned: OwnedRun, state: RunState, action: Action) -> RunState | Waiti
     key: dict[str, Any] = {"generation": live.generation, "attempt": live.number, "kind": change.kind}
     if got.state == "undone":
         return owned.append(state, ChangeUndone(**key, reason=reason))
-    said = owned.run.status(live.key)
+    status = owned.run.status(live.key)
     changed = Changed(
         **key,
         reason=reason,
@@ -267,7 +267,7 @@ def change(owned: OwnedRun, state: RunState, action: Action) -> RunState | Waiti
         handle=got.handle,
         vcpus=got.sizes.vcpus,
         memory_bytes=got.sizes.memory_bytes,
-        step=None if said is None else said.progress.step,
+        step=None if status is None else status.progress.step,
     )
     return owned.append(state, changed)
 
@@ -286,17 +286,17 @@ def _waiting_for_change(owned: OwnedRun, state: RunState, got: ChangeResult) -> 
     return Waiting(watching, got.reason)
 
 
-def nodes_to_remove(owned: OwnedRun, live: AttemptState, target: Allocation) -> tuple[Leaving, ...]:
+def nodes_to_drain(owned: OwnedRun, live: AttemptState, target: Allocation) -> tuple[NodeDrain, ...]:
     """Return the nodes to remove if *target* has fewer, by what each node reports of its steps."""
     fewer = live.allocation.nodes - target.nodes
     if fewer <= 0:
         return ()
     step_s = {}
     for node in range(live.allocation.nodes):
-        said = owned.run.status(live.key, node)
-        if said is not None and said.progress.step_time_s is not None:
-            step_s[node] = said.progress.step_time_s
-    return who_leaves(live.allocation, fewer, removable=_marked(owned, live), step_s=step_s)
+        status = owned.run.status(live.key, node)
+        if status is not None and status.progress.step_time_s is not None:
+            step_s[node] = status.progress.step_time_s
+    return order_of_drain(live.allocation, fewer, removable=_marked(owned, live), step_s=step_s)
 
 
 def has_session(owned: OwnedRun, live: AttemptState) -> bool:
@@ -304,8 +304,8 @@ def has_session(owned: OwnedRun, live: AttemptState) -> bool:
 
     A Session reports the seconds of its saves, even before the first.
     """
-    said = owned.run.status(live.key)
-    return said is not None and said.progress.save_s is not None
+    status = owned.run.status(live.key)
+    return status is not None and status.progress.save_s is not None
 
 
 def _marked(owned: OwnedRun, live: AttemptState) -> frozenset[int]:

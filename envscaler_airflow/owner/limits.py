@@ -48,22 +48,22 @@ LEAST_EVERY_S = 60.0
 """Shortest interval between checkpoints, seconds. Chosen: uploads of one end before the next begins."""
 
 
-def grace_s(state: RunState, said: Status | None = None) -> float:
+def grace_s(state: RunState, status: Status | None = None) -> float:
     """Seconds from the drain request to the kill: twice a checkpoint's time, plus the steps before it.
 
     Args:
         state: Fold of the run's events; the last attempt that reported a checkpoint counts.
-        said: What node 0 of the live attempt last reported; None when unknown.
+        status: What node 0 of the live attempt last reported; None when unknown.
     """
-    measured = measured_s(state, said)
-    step_s = None if said is None else said.progress.step_time_s
+    measured = measured_s(state, status)
+    step_s = None if status is None else status.progress.step_time_s
     needed = GRACE_FACTOR * (measured or 0.0) + LEAVE_STEPS * (step_s or 0.0)
     return min(MOST_GRACE_S, max(GRACE_S, needed))
 
 
-def measured_s(state: RunState, said: Status | None = None) -> float | None:
+def measured_s(state: RunState, status: Status | None = None) -> float | None:
     """Seconds of the last checkpoint that an attempt of this generation reported; None if none did."""
-    measured = None if said is None else said.checkpoint_s
+    measured = None if status is None else status.checkpoint_s
     for attempt in reversed(state.attempts_of(state.generation)):
         if measured is None:
             measured = attempt.end.checkpoint_s
@@ -71,7 +71,7 @@ def measured_s(state: RunState, said: Status | None = None) -> float | None:
 
 
 def reserve_usd(
-    allocation: Allocation, *, check_s: float, checkpoint_s: float | None, said: Status | None = None
+    allocation: Allocation, *, check_s: float, checkpoint_s: float | None, status: Status | None = None
 ) -> float | None:
     """What an attempt still costs once it is found to be near its budget; None when its price is unknown.
 
@@ -82,14 +82,14 @@ def reserve_usd(
         allocation: The attempt's allocation.
         check_s: Seconds between two budget checks.
         checkpoint_s: Of earlier attempts; None when none was measured.
-        said: Last status of node 0, whose own checkpoint and steps count; None when unknown.
+        status: Last status of node 0, whose own checkpoint and steps count; None when unknown.
     """
     price = allocation.usd_per_hour
     if price is None:
         return None
-    own = None if said is None else said.checkpoint_s
+    own = None if status is None else status.checkpoint_s
     measured = next((value for value in (own, checkpoint_s) if value is not None), CHECKPOINT_S)
-    step_s = 0.0 if said is None else said.progress.step_time_s or 0.0
+    step_s = 0.0 if status is None else status.progress.step_time_s or 0.0
     billed = [tariffs().get(one.offer.cloud, UNKNOWN_TARIFF).billing for one in allocation.parts]
     least_s = max((max(one.minimum_s, one.unit_s) for one in billed if one is not None), default=0.0)
     return price * (check_s + measured + LEAVE_STEPS * step_s + DRAIN_S + least_s) / 3600.0

@@ -49,12 +49,12 @@ def answer(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     if verdict.target is None:
         return owned.append(state, MoveRefused(**answer))
     way = in_place_change.way_of(spec, live, verdict.target, owned.backend)
-    leaving = in_place_change.nodes_to_remove(owned, live, verdict.target)
-    is_last = in_place_change.are_last(leaving, live, verdict.target)
+    drained = in_place_change.nodes_to_drain(owned, live, verdict.target)
+    is_last = in_place_change.are_last(drained, live, verdict.target)
     if way == "rescale" and (not is_last or in_place_change.has_session(owned, live)):
         way = "move"  # only the last nodes can be removed without restarting the rest
     answer |= {"generation": live.generation, "attempt": live.number}
-    answer |= {"target": verdict.target, "leaving": leaving or None}
+    answer |= {"target": verdict.target, "leaving": drained or None}
     if way == "next-start":
         return owned.append(state, MoveDeferred(**answer, kind=way))
     if way != "move":

@@ -188,7 +188,7 @@ class ScalingWatcher:
         now_s, now = self._monotonic() + self._offset_s, self._run.now()
         mine = self._remembered(state, live, now_s)
         head = self._head(state, live, mine, now_s)
-        next_phase, next_in_s = self._foretell(head, now_s)
+        next_phase, next_in_s = self._forecast_phase(head, now_s)
         has_moved = _moves(state) > 0
         return replace(
             self._work_and_places(state, live, mine, head, now_s),
@@ -356,7 +356,7 @@ class ScalingWatcher:
             known[live.allocation.name] = speed
         return known
 
-    def _foretell(self, head: Status | None, now_s: float) -> tuple[str | None, float | None]:
+    def _forecast_phase(self, head: Status | None, now_s: float) -> tuple[str | None, float | None]:
         """Forecast the next phase from the previous run; phases count from the first check of this run."""
         phase = head.progress.phase if head is not None else None
         if phase is None:
@@ -404,16 +404,16 @@ def _phases_of(checks: Iterable[Check]) -> list[tuple[str, float]]:
     return found
 
 
-def _step_of(said: Progress) -> Measured | None:
+def _step_of(progress: Progress) -> Measured | None:
     """Return a step as the training measures it; None if it does not report its batch and time.
 
     Unreported synchronization counts as zero. What several GPUs take longer than one is learned from the
     measured steps.
     """
-    if not said.batch or not said.step_time_s:
+    if not progress.batch or not progress.step_time_s:
         return None
-    sync_s = min(said.sync_time_s or 0.0, said.step_time_s)
-    return Measured(said.batch, said.step_time_s, sync_s, said.noise_scale)
+    sync_s = min(progress.sync_time_s or 0.0, progress.step_time_s)
+    return Measured(progress.batch, progress.step_time_s, sync_s, progress.noise_scale)
 
 
 def _gpu_speeds(places: Iterable[Allocation]) -> dict[str, float]:

@@ -256,7 +256,7 @@ class Owner:
         check_s = max(wake.check_s, limits.BUDGET_EVERY_S)
         known = limits.measured_s(state)
         usd = limits.reserve_usd(
-            state.live.allocation, check_s=check_s, checkpoint_s=known, said=observed.head
+            state.live.allocation, check_s=check_s, checkpoint_s=known, status=observed.head
         )
         return usd or 0.0
 
@@ -379,10 +379,10 @@ def _end(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     live, end = live_of(state), action.end
     if end is None or live.handle is None:
         raise RuntimeError("an end needs a started attempt")
-    said: dict[str, Any] = asdict(end) | report.measured(owned.run, live)
+    reported: dict[str, Any] = asdict(end) | report.measured(owned.run, live)
     if end.outputs is not None:
-        said["outputs"] = _own_outputs(owned, state, live, end.outputs, claim=end.claim or 0)
-    ended = bodies.AttemptEnded(generation=live.generation, attempt=live.number, **said)
+        reported["outputs"] = _own_outputs(owned, state, live, end.outputs, claim=end.claim or 0)
+    ended = bodies.AttemptEnded(generation=live.generation, attempt=live.number, **reported)
     usage = facts.usage_of(owned.backend, live)
     has_run = len(end.never_came or ()) < live.allocation.nodes
     if has_run and facts.is_missing(usage, live, now=owned.run.now()):
@@ -395,9 +395,9 @@ def _end(owned: OwnedRun, state: RunState, action: Action) -> RunState:
             start.remember_refused(owned, refused, end.detail)
     else:
         _forget_stockouts(owned, live)
-    reported = [item.now for item in usage or () if item.end is None and item.now is not None]
+    open_until = [item.now for item in usage or () if item.end is None and item.now is not None]
     usd = facts.usd_of(live, usage, now=owned.run.now())
-    usage_at = max(reported, default=None)
+    usage_at = max(open_until, default=None)
     return owned.append(state, replace(ended, usage=facts.billed(usage), usage_at=usage_at, usd=usd))
 
 
@@ -408,10 +408,10 @@ def _forget_stockouts(owned: OwnedRun, live: AttemptState) -> None:
 
 
 def _own_outputs(
-    owned: OwnedRun, state: RunState, live: AttemptState, said: Mapping[str, str], *, claim: int
+    owned: OwnedRun, state: RunState, live: AttemptState, reported: Mapping[str, str], *, claim: int
 ) -> dict[str, str]:
     """Where this run stores each reported output; URIs from the training's side are not trusted."""
-    names = owned.spec(state).outputs.keys() & said.keys()
+    names = owned.spec(state).outputs.keys() & reported.keys()
     folders = {name: output_prefix(name, attempt=live.key, claim=claim) for name in sorted(names)}
     return {name: owned.run.uri(folder) for name, folder in folders.items()}
 

@@ -52,8 +52,8 @@ def _before(run: Run, attempt: AttemptState, last: Status) -> dict[str, Any]:
     ``earlier_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated. ``start_step``:
     step at which the first of these pods began.
     """
-    said = [run.status_of_claim(attempt.key, claim) for claim in range(1, last.claim)]
-    known = [one for one in said if one is not None]
+    statuses = [run.status_of_claim(attempt.key, claim) for claim in range(1, last.claim)]
+    known = [one for one in statuses if one is not None]
     if not known:
         return {}
     trained, repeated = 0.0, 0

@@ -135,10 +135,10 @@ def accept_delivery(run: Run, actor: Actor) -> bool:
 def _grace_s(run: Run, state: RunState, live: AttemptState) -> float:
     """Twice the time of the last checkpoint; the minimum if the store does not report it."""
     try:
-        said = run.status(live.key)
+        status = run.status(live.key)
     except StoreError:
-        said = None
-    return limits.grace_s(state, said)
+        status = None
+    return limits.grace_s(state, status)
 
 
 def _stop_gracefully(backend: Backend, handle: Handle, *, grace_s: float) -> None:

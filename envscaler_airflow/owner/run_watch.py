@@ -31,19 +31,19 @@ AGAIN_S = 60.0
 takes some seconds of a worker, and a kubelet has long answered by then."""
 
 
-def unless_heard(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> AttemptStatus:
+def unless_reporting(observed: AttemptStatus, quiet_s: Mapping[int, float]) -> AttemptStatus:
     """Return *observed* with a node that only the backend misses marked unknown, not lost. Pure.
 
     A kubelet may be dead or cut off while the containers of its pods keep training: their status in the store
     still changes, and a replacement would leave two pods training.
     """
 
-    def heard(node: NodeStatus) -> NodeStatus:
+    def judged(node: NodeStatus) -> NodeStatus:
         is_quiet = quiet_s.get(node.node, 0.0) >= QUIET_S
         is_silent = node.state == "lost" and node.reason == SILENT
         return replace(node, state="unknown") if is_silent and not is_quiet else node
 
-    return AttemptStatus(tuple(heard(node) for node in observed.nodes))
+    return AttemptStatus(tuple(judged(node) for node in observed.nodes))
 
 
 class AttemptWatcher:
@@ -72,9 +72,9 @@ class AttemptWatcher:
         self._number = watching.number
         self._sequences: dict[int, tuple[int, int]] = {}
         self._reported: dict[int, float] = {}
-        self._heard = self._began
+        self._last_sign = self._began
         self._read_at, self._blind_s, self._gap_s = self._began, 0.0, 0.0
-        self._is_heard = self._has_read = self._is_blind = False
+        self._has_sign = self._has_read = self._is_blind = False
         self._request: Wake | None = None
         self._ages: Mapping[str, float] | None = None
         self._billed = self._began
@@ -102,7 +102,7 @@ class AttemptWatcher:
         """Exclude periods when the store was unreadable: the node may have been unable to report too."""
         if self._is_blind:
             more = now - self._read_at - self._gap_s
-            self._heard += more
+            self._last_sign += more
             self._reported = {node: at + more for node, at in self._reported.items()}
             self._blind_s += more
             self._gap_s += more
@@ -170,8 +170,8 @@ class AttemptWatcher:
         return before + self._monotonic() - self._began - self._blind_s
 
     def _silent_s(self) -> float:
-        before = 0.0 if self._is_heard else (self._ages or {}).get(self._silence, 0.0)
-        return before + self._monotonic() - self._heard
+        before = 0.0 if self._has_sign else (self._ages or {}).get(self._silence, 0.0)
+        return before + self._monotonic() - self._last_sign
 
     def _new_events(self) -> Wake | None:
         for event in self._run.events.read(after=self._number):
@@ -196,13 +196,13 @@ class AttemptWatcher:
         self._read_statuses()
         details = []
         try:
-            self.observed = observed = unless_heard(self._backend.observe(handle), self._quiet())
+            self.observed = observed = unless_reporting(self._backend.observe(handle), self._quiet())
             is_known = all(node.state != "unknown" for node in observed.nodes)
             details = self._details(handle, observed)
         except BackendError:
             is_known = False
         if is_known:
-            self._hear()
+            self._note_sign()
         wakes = [Wake("status", detail=detail) for detail in details]
         wakes += [*self._from_statuses(is_known=is_known), *self._over_budget(handle)]
         release_s = self._watching.release_after_s
@@ -213,7 +213,7 @@ class AttemptWatcher:
     def _details(self, handle: Handle, observed: AttemptStatus) -> list[str]:
         """Return the reasons in the backend's report for which the owner may be needed."""
         nodes = observed.nodes
-        told = {
+        reasons = {
             "the attempt ended": observed.is_over,
             "none to be had": any(
                 node.state in ("pending", "starting") and outcome_of(node.reason).never_starts
@@ -222,11 +222,11 @@ class AttemptWatcher:
             "a node is lost": any(node.state == "lost" for node in nodes),
             "a part of it has failed": any(node.reason == "unneeded" for node in nodes),
         }
-        found = [detail for detail, is_so in told.items() if is_so]
+        found = [detail for detail, is_so in reasons.items() if is_so]
         return [*found, "the change in place is over"] if self._has_changed(handle, observed) else found
 
-    def _hear(self) -> None:
-        self._heard, self._is_heard = self._monotonic(), True
+    def _note_sign(self) -> None:
+        self._last_sign, self._has_sign = self._monotonic(), True
 
     def _has_changed(self, handle: Handle, observed: AttemptStatus) -> bool:
         """Return True if the awaited change is done or cannot be done."""
@@ -243,17 +243,17 @@ class AttemptWatcher:
                 continue
             now = (status.claim, status.sequence)
             if self._sequences.get(node, None if self._has_read else now) != now:
-                self._hear()  # a status present at the first poll may be old
+                self._note_sign()  # a status present at the first poll may be old
                 self._reported[node] = self._monotonic()
             self._sequences[node] = now
             self.statuses[node] = status
         self._has_read = True
 
     def _from_statuses(self, *, is_known: bool) -> list[Wake]:
-        said, found = self.statuses.values(), []
-        if not is_known and len(said) == self._watching.nodes and all(s.phase == "ended" for s in said):
+        known, found = self.statuses.values(), []
+        if not is_known and len(known) == self._watching.nodes and all(s.phase == "ended" for s in known):
             found.append(Wake("status", detail="every node said that it ended"))
-        if not self._watching.stopping and any(status.health == "stalled" for status in said):
+        if not self._watching.stopping and any(status.health == "stalled" for status in known):
             found.append(Wake("status", detail="stalled"))
         silent = self._silent_s()
         if silent >= LOST_AFTER_S:
@@ -281,7 +281,7 @@ class AttemptWatcher:
             watching.spans[-1].allocation,
             check_s=self._check_s,
             checkpoint_s=watching.checkpoint_s,
-            said=self.statuses.get(0),
+            status=self.statuses.get(0),
         )
         is_spent = usd is not None and more is not None and usd + more >= left
         return [Wake("status", detail="the budget is spent", check_s=self._check_s)] if is_spent else []

@@ -287,8 +287,8 @@ def _unbilled_end(live: AttemptState, outcome: str, detail: str, failure: str | 
     )
 
 
-def remember_refused(owned: OwnedRun, offers: Iterable[Offer], said: str) -> None:
+def remember_refused(owned: OwnedRun, offers: Iterable[Offer], answer: str) -> None:
     """Remember, for other runs on this store, that these offers were not available."""
     """Remember, for other runs on this store, that these offers were not available."""
     for offer in offers:
-        remember(owned.run.store, offer, "", said, now=owned.run.now())
+        remember(owned.run.store, offer, "", answer, now=owned.run.now())

@@ -129,20 +129,20 @@ def _checks(run: Run, generation: int) -> tuple[tuple[Check, int], ...]:
 def _rates(run: Run, state: RunState) -> tuple[str, tuple[Rate, ...]]:
     """Return speeds of node 0 over time, in samples if every line has them, else in steps."""
     attempts = {item.number: item for item in state.attempts_of(state.generation)}
-    told: list[tuple[int, float, list[Line]]] = []
+    chunks: list[tuple[int, float, list[Line]]] = []
     began: dict[tuple[int, int], float] = {}
     for number, claim, name in _chunks(run, state.generation):
         if (attempt := attempts.get(number)) is None:
             continue
         if (number, claim) not in began:
-            before = [start + lines[-1][0] for of, start, lines in told if of == number and lines]
+            before = [start + lines[-1][0] for of, start, lines in chunks if of == number and lines]
             began[number, claim] = _began(run, attempt, claim, after=max(before, default=None))
-        told.append((number, began[number, claim], _lines(run, f"metrics/{name}")))
-    unit = "samples" if _all_have_samples(lines for _, _, lines in told) else "steps"
+        chunks.append((number, began[number, claim], _lines(run, f"metrics/{name}")))
+    unit = "samples" if _all_have_samples(lines for _, _, lines in chunks) else "steps"
     place = 2 if unit == "samples" else 1
     rates = [
         Rate(attempt, start + t, per_s)
-        for attempt, start, lines in told
+        for attempt, start, lines in chunks
         for t, per_s in speeds([(line[0], line[place]) for line in lines if line[place] is not None])
     ]
     return unit, tuple(sorted(rates, key=lambda rate: rate.at))

@@ -46,7 +46,7 @@ class Handle(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving(Record):
+class NodeDrain(Record):
     """A node to remove, and why it was selected."""
 
     node: Count
@@ -239,7 +239,7 @@ class MoveAccepted(OfAttempt):
     request: Ordinal
     numbers: Mapping[str, Any] | None = None
     target: Allocation | None = None
-    leaving: tuple[Leaving, ...] | None = None
+    leaving: tuple[NodeDrain, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +260,7 @@ class Agreed(Record):
     reason: str = ""
     numbers: Mapping[str, Any] | None = None
     target: Allocation
-    leaving: tuple[Leaving, ...] | None = None
+    leaving: tuple[NodeDrain, ...] | None = None
     generation: Ordinal
     attempt: Ordinal
 

@@ -251,10 +251,10 @@ def unpack_snapshot(text: bytes, *, number: int, event: bytes) -> RunState:
     """
     try:
         body = json.loads(text)
-        said = body.pop("sha256")
+        stated = body.pop("sha256")
         ours = {"schema": SCHEMA, "fold": __version__, "number": number}
         ours["event_sha256"] = hashlib.sha256(event).hexdigest()
-        if said != digest(body) or any(body.get(name) != value for name, value in ours.items()):
+        if stated != digest(body) or any(body.get(name) != value for name, value in ours.items()):
             raise ProtocolError(f"snapshot {number}: not of this run, version and number, or changed")
         state = RunState.from_dict(body["state"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:

@@ -246,8 +246,8 @@ class FileStore(DatedStore):
         inode = os.fstat(descriptor).st_ino
         if self._inode not in (None, inode):
             os.close(descriptor)
-            told = "is another folder than before: was it unmounted, or replaced? restart to use this one"
-            raise StoreError(f"store folder {self.root} {told}", transient=True)
+            fault = "is another folder than before: was it unmounted, or replaced? restart to use this one"
+            raise StoreError(f"store folder {self.root} {fault}", transient=True)
         self._inode = inode
         return descriptor
 
@@ -258,9 +258,9 @@ class FileStore(DatedStore):
             why = (
                 "its name is a link to what does not exist" if self.root.is_symlink() else err.strerror or err
             )
-            told = f"store folder {self.root} cannot be created: {why}"
+            fault = f"store folder {self.root} cannot be created: {why}"
             raise StoreError(
-                told, transient=err.errno not in {*_LASTING, errno.ENOENT, errno.EEXIST}
+                fault, transient=err.errno not in {*_LASTING, errno.ENOENT, errno.EEXIST}
             ) from err
 
     def _prune(self, parts: list[str]) -> None:

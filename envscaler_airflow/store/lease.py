@@ -257,7 +257,7 @@ class SensorWatch:
         self._seen: bytes | None = None
         self._changed = monotonic()
         self._looked: float | None = None
-        self._told = False
+        self._has_warned = False
 
     def news(self) -> str | None:
         """Return a line for the stage's log, None if there is nothing new.
@@ -271,10 +271,10 @@ class SensorWatch:
         text = self._run.read(SENSOR_LEASE, max_bytes=_MAX_BYTES)
         self._looked = now
         if text != self._seen:
-            self._seen, self._changed, self._told = text, now, False
-        if self._told or now - self._changed < PATIENCE_S:
+            self._seen, self._changed, self._has_warned = text, now, False
+        if self._has_warned or now - self._changed < PATIENCE_S:
             return None
-        self._told = True
+        self._has_warned = True
         return (
             "the spec has a scaling block, but no ScalingSensor has looked at this stage for "
             f"{PATIENCE_S:.0f} s: it stays where it is"

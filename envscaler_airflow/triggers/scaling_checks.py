@@ -32,7 +32,7 @@ class _Checked:
     log: DecisionLog
     lease: SensorLease
     snapshot: RunSnapshot | None = None
-    said: str = ""
+    reported: str = ""
 
 
 @dataclass(slots=True)
@@ -103,8 +103,8 @@ class Checks:
         lines = []
         for name, run in self._runs.items():
             words = _words(run.snapshot)
-            if words != run.said:
-                run.said = words
+            if words != run.reported:
+                run.reported = words
                 lines.append(words if name == "-1" else f"[{name}] {words}")
         return lines
 

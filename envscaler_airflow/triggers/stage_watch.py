@@ -48,10 +48,10 @@ class TransferNews:
         for node, status in statuses.items():
             text = transfer_text(status)
             what = text.rpartition(":")[0]
-            before, since, said = self._seen.get(node, ("", now, ""))
+            before, since, shown = self._seen.get(node, ("", now, ""))
             if what != before:
                 self._seen[node] = (what, now, text)
-            elif text != said and now - since >= TRANSFER_S:
+            elif text != shown and now - since >= TRANSFER_S:
                 self._seen[node] = (what, now, text)
                 found += labelled(Shown(node, [text]), nodes=self._nodes)
         return found
@@ -84,7 +84,7 @@ class StageWatcher:
         self._nodes = watching.nodes if watching.attempt else 0
         self._waits = run.lease.known().waits
         self._is_begun = False
-        self._told = frozenset({self._waits} - {""})
+        self._logged = frozenset({self._waits} - {""})
         backend = _shared(compute)
         self._watch = AttemptWatcher(
             run=run,
@@ -119,8 +119,8 @@ class StageWatcher:
     ) -> StageWatcher:
         """Observe a run with settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
-        run, told = Run(store, prefix), Watching.from_dict(watching)
-        return cls(run, told, compute=compute, holder=holder, poll_s=poll_s)
+        run, watched = Run(store, prefix), Watching.from_dict(watching)
+        return cls(run, watched, compute=compute, holder=holder, poll_s=poll_s)
 
     def once(self, say: Callable[[str], object]) -> dict[str, Any] | None:
         """Log new lines of the training; return the :class:`Wake` that the owner is needed for, if any.
@@ -163,12 +163,12 @@ class StageWatcher:
         if seen is None:
             return
         waits = seen.waits
-        if waits and waits not in self._told:
+        if waits and waits not in self._logged:
             say(f"waits: {waits}")
-            self._told = (self._told | {waits}) - {""}
-        elif self._told and "" not in self._told and all(node.state == "running" for node in seen.nodes):
+            self._logged = (self._logged | {waits}) - {""}
+        elif self._logged and "" not in self._logged and all(node.state == "running" for node in seen.nodes):
             say("waits no longer")
-            self._told |= {""}
+            self._logged |= {""}
         if waits != self._waits:
             with contextlib.suppress(StoreError):
                 self._run.lease.renew(holder=self._holder, waits=waits)

@@ -25,7 +25,7 @@ from envscaler_airflow.cli.demo import (
     progress_words,
     reason_to_lose,
 )
-from envscaler_airflow.cli.follow import StageStory
+from envscaler_airflow.cli.follow import StageFollower
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import read_body
@@ -49,7 +49,7 @@ class RecordedRun:
         """Start with an empty store."""
         self.store = open_store(str(folder))
         self.log = Run(self.store, PREFIX, clock=lambda: 0.0).events
-        self.story = StageStory(Run(self.store, PREFIX), "train")
+        self.follower = StageFollower(Run(self.store, PREFIX), "train")
         self.number = 0
 
     def append(self, kind, **body):
@@ -95,30 +95,30 @@ def run(tmp_path):
 
 def test_tells_each_fact_once(run):
     """A second read of an unchanged store prints nothing."""
-    assert run.story.look() == [
+    assert run.follower.lines() == [
         "generation 1 begins: first start",
         "attempt 1 on local/cpu-1 ($0.0500/h): first attempt",
         "attempt 1 runs as a1",
     ]
-    assert run.story.look() == []
+    assert run.follower.lines() == []
 
 
 def test_prints_what_the_training_printed_once(run):
     """Chunks come one after another."""
-    run.story.look()
+    run.follower.lines()
     run.store.write(f"{PREFIX}/{log_name(1, 1, 0, 1)}", b"epoch 1\nepoch 2\n")
 
-    assert run.story.look() == ["| epoch 1", "| epoch 2"]
-    assert run.story.look() == []
+    assert run.follower.lines() == ["| epoch 1", "| epoch 2"]
+    assert run.follower.lines() == []
 
 
 def test_tells_a_move_with_its_reasons(run):
     """Requested, accepted, moved, started, resumed: one line each, and no step lost."""
-    run.story.look()
+    run.follower.lines()
     run.move(step=440)
     run.say(2, start_step=440)
 
-    assert run.story.look() == [
+    assert run.follower.lines() == [
         "the sensor requests a move to local/cpu-2: it pays",
         "attempt 1 saves at the end of the epoch and moves to local/cpu-2: it pays",
         "attempt 1 moved at step 440; last checkpoint at step 440",
@@ -130,12 +130,12 @@ def test_tells_a_move_with_its_reasons(run):
 
 def test_tells_how_much_a_loss_has_cost(run):
     """Seen at step 627, saved at 572: 55 steps are repeated."""
-    run.story.look()
+    run.follower.lines()
     run.append("attempt-ended", attempt=1, outcome="lost", detail="gone", step=627, checkpoint_step=572)
     run.begin(2, cpus=1, reason="after: lost")
     run.say(2, start_step=572)
 
-    assert run.story.look() == [
+    assert run.follower.lines() == [
         "attempt 1 lost at step 627; last checkpoint at step 572: gone",
         "attempt 2 on local/cpu-1 ($0.0500/h): after: lost",
         "attempt 2 runs as a2",
@@ -162,10 +162,10 @@ def test_tells_how_much_a_loss_has_cost(run):
 )
 def test_tells_what_ends_a_run(run, kind, body, line):
     """One line each."""
-    run.story.look()
+    run.follower.lines()
     run.append(kind, **body)
 
-    assert run.story.look() == [line]
+    assert run.follower.lines() == [line]
 
 
 def test_waits_for_a_checkpoint_after_the_move_and_some_steps_beyond(run):
@@ -174,8 +174,8 @@ def test_waits_for_a_checkpoint_after_the_move_and_some_steps_beyond(run):
 
     def why(**said):
         run.say(2, start_step=100, **said)
-        run.story.look()
-        return reason_to_lose(run.story)
+        run.follower.lines()
+        return reason_to_lose(run.follower)
 
     assert why(step=150, total_steps=400) is None
     assert why(step=159, total_steps=400, saved=150) is None
@@ -187,8 +187,8 @@ def test_without_a_move_the_machine_goes_late(run):
 
     def why(step):
         run.say(1, step=step, total_steps=400, saved=step - 20)
-        run.story.look()
-        return reason_to_lose(run.story)
+        run.follower.lines()
+        return reason_to_lose(run.follower)
 
     assert why(200) is None
     assert why(241) == "a spot loss; no move was requested so far"
@@ -198,9 +198,9 @@ def test_never_takes_a_machine_away_while_an_answer_is_due(run):
     """A request is pending: the move comes first."""
     run.append("move-requested", from_attempt=[1, 1], target=_allocation(2), reason="it pays")
     run.say(1, step=300, total_steps=400, saved=200)
-    run.story.look()
+    run.follower.lines()
 
-    assert reason_to_lose(run.story) is None
+    assert reason_to_lose(run.follower) is None
 
 
 def test_concludes_what_was_moved_lost_and_learned(run):
@@ -215,8 +215,8 @@ def test_concludes_what_was_moved_lost_and_learned(run):
         elapsed_s=11.0,
         first_step_s=1.0,
     )
-    run.story.look()
-    attempt = run.story.state.attempts[0]
+    run.follower.lines()
+    attempt = run.follower.state.attempts[0]
     moved = replace(attempt, stop_why="move")
     run.begin(2, cpus=2, reason="moved")
     run.append(
@@ -235,10 +235,10 @@ def test_concludes_what_was_moved_lost_and_learned(run):
     run.store.write(f"{PREFIX}/outputs/g1-a3-c1/model/metrics.json", json.dumps(metrics).encode())
     scores = {"accuracy": 0.767, "majority": 0.08, "documents": 4386}
     run.store.write(f"{PREFIX}/outputs/g1-a3-c1/predictions/scores.json", json.dumps(scores).encode())
-    run.story.look()
-    run.story.state = replace(run.story.state, attempts=(moved, *run.story.state.attempts[1:]))
+    run.follower.lines()
+    run.follower.state = replace(run.follower.state, attempts=(moved, *run.follower.state.attempts[1:]))
 
-    assert conclusions({"train": run.story, "score": run.story}, "a spot loss") == [
+    assert conclusions({"train": run.follower, "score": run.follower}, "a spot loss") == [
         "moved from local/cpu-1 to local/cpu-2: 10.0 steps/s, then 20.0 (2.00 times)",
         "attempt 2 was lost, attempt 3 went on, 20 steps done again",
         "800 samples in 4 epochs make the model: 0 repeated, 0 dropped",
@@ -248,9 +248,9 @@ def test_concludes_what_was_moved_lost_and_learned(run):
 
 def test_says_so_when_no_move_paid_and_nothing_was_lost(run):
     """The demo succeeds nevertheless."""
-    run.story.look()
+    run.follower.lines()
 
-    assert conclusions({"train": run.story, "score": run.story}, None) == [
+    assert conclusions({"train": run.follower, "score": run.follower}, None) == [
         "no move: on this machine none would have paid within the time of the training",
         "the training ended before its machine could be removed",
     ]
@@ -299,12 +299,12 @@ def test_a_termination_is_an_interrupt():
 def test_a_node_that_was_made_again_goes_on_within_its_attempt(run):
     """As an evicted pod does: printed once."""
     run.say(1, start_step=0, step=10)
-    run.story.look()
+    run.follower.lines()
 
     run.say(1, start_step=8, step=9)
 
-    assert run.story.look() == ["attempt 1 lost a node and resumes from step 8"]
-    assert run.story.look() == []
+    assert run.follower.lines() == ["attempt 1 lost a node and resumes from step 8"]
+    assert run.follower.lines() == []
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.7791, "0.779"), (0, "0.000"), (None, "?"), ("high", "?")])
@@ -360,8 +360,8 @@ class TestPatience:
 
         for step in range(288):
             run.say(1, step=step)
-            run.story.look()
-            patience.look(run.story.marks(), step * 300.0)
+            run.follower.lines()
+            patience.look(run.follower.marks(), step * 300.0)
 
     def test_output_that_moves_is_waited_for(self, run):
         """``read 1200 of 45311 files`` of a stage that makes no steps."""
@@ -370,20 +370,20 @@ class TestPatience:
 
         for number in range(1, 10):
             run.store.write(f"{PREFIX}/{log_name(1, 1, 0, number)}", b"read 1 of 2 files\n")
-            run.story.look()
-            patience.look(run.story.marks(), number * STUCK_S)
+            run.follower.lines()
+            patience.look(run.follower.marks(), number * STUCK_S)
 
     def test_what_does_not_move_is_given_up(self, run):
         """A heartbeat alone is not progress."""
         run.begin(1, 1, "first")
         run.say(1, step=3)
-        run.story.look()
+        run.follower.lines()
         patience = Patience(0.0)
-        patience.look(run.story.marks(), 0.0)
-        patience.look(run.story.marks(), STUCK_S)
+        patience.look(run.follower.marks(), 0.0)
+        patience.look(run.follower.marks(), STUCK_S)
 
         with pytest.raises(TimeoutError, match="nothing has moved for 10 min 1 s"):
-            patience.look(run.story.marks(), STUCK_S + 1)
+            patience.look(run.follower.marks(), STUCK_S + 1)
 
 
 class Broken:
@@ -448,7 +448,7 @@ def test_an_api_server_that_is_too_busy_ends_nothing(tmp_path, monkeypatch, caps
     monkeypatch.setattr(demo_module, "LOOK_S", 0.0)
     monkeypatch.setattr(demo_module, "ASK_S", -1.0)
     made = Demo(tmp_path, tmp_path, _console(), demo_places.ThisMachine(tmp_path), {})
-    made._open_stories("manual")
+    made._open_followers("manual")
 
     with made._view():
         assert made._follow(Busy(), "manual") == "success"

@@ -224,7 +224,7 @@ def test_what_a_node_says_of_itself_is_said_once(owner, store):
         "lost",
     ):
         watch.statuses[0] = Status(generation=1, attempt=1, message=words)
-        owner._on_look(watch)
+        owner._on_poll(watch)
 
     assert owner.voice.lines == ["node 0: outputs: No space left; retrying in 2 s", "node 0: lost"]
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_agent.protocol import Progress, Status, status_name
-from envscaler_airflow.owner.in_place_change import who_leaves
+from envscaler_airflow.owner.in_place_change import order_of_drain
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.run.event_bodies import Leaving
+from envscaler_airflow.run.event_bodies import NodeDrain
 from envscaler_airflow.testing import ElasticBackend
 
 DEMAND = Offer("scripted", "", "node:cpu-1", "on-demand", vcpus=1, memory_gib=4, usd_per_hour=1.0)
@@ -33,21 +33,21 @@ scaling: {min_nodes: 1, max_nodes: 4, cooldown: 1s}
 @pytest.mark.parametrize(
     ("allocation", "facts", "leaving"),
     [
-        (FOUR, {"removable": {1}}, Leaving(1, "it is marked removable")),
-        (MIXED, {"step_s": {1: 9.0}}, Leaving(3, "it is spot, and others are on demand")),
+        (FOUR, {"removable": {1}}, NodeDrain(1, "it is marked removable")),
+        (MIXED, {"step_s": {1: 9.0}}, NodeDrain(3, "it is spot, and others are on demand")),
         (
             FOUR,
             {"step_s": {0: 9.0, 1: 1.0, 2: 2.0, 3: 1.5}},
-            Leaving(2, "it is among the slowest: 2 s a step"),
+            NodeDrain(2, "it is among the slowest: 2 s a step"),
         ),
-        (FOUR, {"step_s": {1: 1.0, 2: 2.0, 3: 1.5}}, Leaving(2, "it is the slowest: 2 s a step")),
-        (FOUR, {}, Leaving(3, "it is the last, and nothing else tells them apart")),
-        (MIXED, {"removable": {1}}, Leaving(1, "it is marked removable")),
+        (FOUR, {"step_s": {1: 1.0, 2: 2.0, 3: 1.5}}, NodeDrain(2, "it is the slowest: 2 s a step")),
+        (FOUR, {}, NodeDrain(3, "it is the last, and nothing else tells them apart")),
+        (MIXED, {"removable": {1}}, NodeDrain(1, "it is marked removable")),
     ],
 )
 def test_one_goes(allocation, facts, leaving):
     """Marked, else spot, else slowest, else the last; the reason names the rule."""
-    assert who_leaves(allocation, 1, **facts) == (leaving,)
+    assert order_of_drain(allocation, 1, **facts) == (leaving,)
 
 
 @given(
@@ -59,7 +59,8 @@ def test_rank_zero_never_goes_and_each_goes_once(nodes, data, marked, step_s):
     count = data.draw(st.integers(0, nodes - 1))
 
     got = [
-        item.node for item in who_leaves(Allocation(DEMAND, nodes), count, removable=marked, step_s=step_s)
+        item.node
+        for item in order_of_drain(Allocation(DEMAND, nodes), count, removable=marked, step_s=step_s)
     ]
 
     assert 0 not in got
@@ -88,7 +89,7 @@ def test_who_leaves_is_recorded_and_only_the_last_go_in_place(new_world, slow, e
     answer = shrunk(new_world, slow=slow)
 
     assert answer.type == event
-    assert answer.body.leaving == (Leaving(slow, "it is the slowest: 2 s a step"),)
+    assert answer.body.leaving == (NodeDrain(slow, "it is the slowest: 2 s a step"),)
 
 
 def test_a_node_that_somebody_marked_goes_before_the_slowest(new_world):
@@ -96,4 +97,4 @@ def test_a_node_that_somebody_marked_goes_before_the_slowest(new_world):
     answer = shrunk(new_world, slow=2, marked=frozenset({3}))
 
     assert answer.type == "change-intended"
-    assert answer.body.leaving == (Leaving(3, "it is marked removable"),)
+    assert answer.body.leaving == (NodeDrain(3, "it is marked removable"),)

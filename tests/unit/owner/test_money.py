@@ -222,7 +222,7 @@ def test_what_an_attempt_measured_of_itself_counts_for_its_drain():
     said = Status(checkpoint_s=100.0, progress=Progress(step_time_s=2.0))
     place = Allocation(cpu_offer(1, usd_per_hour=36.0), 2)
 
-    reserve = limits.reserve_usd(place, check_s=60.0, checkpoint_s=5.0, said=said)
+    reserve = limits.reserve_usd(place, check_s=60.0, checkpoint_s=5.0, status=said)
 
     assert reserve == pytest.approx(0.02 * (60 + 100 + 26 + 30))
 

@@ -39,14 +39,14 @@ PAGE = ROOT / "docs" / "reference" / "outcomes.md"
 OWNER_MADE = {
     "not-started": "run/ends.py",
     "stalled": "run/ends.py",
-    "move": "owner/act.py",
+    "move": "owner/move.py",
     "spec-changed": "run/steps.py",
     "stop": "run/steps.py",
     "timeout": "run/steps.py",
     "budget": "run/steps.py",
-    "spec": "owner/intent.py",
-    "no-offer": "owner/intent.py",
-    "backend": "owner/intent.py",
+    "spec": "owner/start.py",
+    "no-offer": "owner/start.py",
+    "backend": "owner/start.py",
     "start": "cli/foreground.py",
 }
 """Rows that no wrapper and no backend reports, and where the owner creates each."""
