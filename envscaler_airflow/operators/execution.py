@@ -221,10 +221,10 @@ class Execution:
             try:
                 owner.check_newest()
             except StoreError:  # the check creates a folder that no run has written to; no try owns it
-                check_store(self.run)
+                check_store(self.run.store, self.run.prefix)
                 owner.check_newest()
             else:
-                check_store(self.run)
+                check_store(self.run.store, self.run.prefix)
             return owner.enter()
         return owner.resume(Wake.from_dict(event))
 

@@ -268,8 +268,8 @@ def check_store(store: Store, prefix: str = "") -> None:
     try:
         fault = _probe(store, name)
     except StoreError as err:
-        fault_text = f"store {store.url} cannot be used: {err}; {_SAME_STORE}"
-        raise StoreError(fault_text, status=err.status, transient=err.transient) from err
+        message = f"store {store.url} cannot be used: {err}; {_SAME_STORE}"
+        raise StoreError(message, status=err.status, transient=err.transient) from err
     if fault is not None:
         raise StoreError(f"store {store.url} cannot be used: {fault}; {_SAME_STORE}")
 

@@ -135,8 +135,8 @@ def test_ages_of_another_attempt_count_for_nothing(world):
 def test_a_renewal_that_does_not_know_the_ages_keeps_them(world, ages):
     """A renewal for another reason keeps the recorded ages."""
     Run(world.store, world.prefix).lease.renew(holder="trigger", ages={"stopping-g1-a1": 3.0})
-    Run(world.store, world.prefix).lease.renew(holder="slice", ages=ages)
+    Run(world.store, world.prefix).lease.renew(holder="execution", ages=ages)
 
     found = Run(world.store, world.prefix).lease.read()
 
-    assert found == Lease(2, "slice", "", ages or {"stopping-g1-a1": 3.0})
+    assert found == Lease(2, "execution", "", ages or {"stopping-g1-a1": 3.0})

@@ -102,7 +102,7 @@ def test_memory_that_ran_out_is_raised_also_where_it_was_changed(world):
     assert (world.state.live.allocation, world.state.live.memory_bytes) == (Allocation(LARGE), 8 * GIB)
 
 
-def test_a_larger_slice_takes_no_memory_away_that_ran_out_before(new_world):
+def test_a_larger_share_takes_no_memory_away_that_ran_out_before(new_world):
     """Raised to 9 GiB, beyond the spec's 6: four CPUs come with those 9, not with 6."""
     small = replace(LARGE, memory_gib=12)
     larger = replace(SMALL, instance_type="node:cpu-4", vcpus=4, memory_gib=16, usd_per_hour=4.0)

@@ -41,7 +41,7 @@ def started(world):
     return owner
 
 
-def slices(world, owner, waiting, *, seconds, poll_s=5):
+def executions(world, owner, waiting, *, seconds, poll_s=5):
     """Play a trigger and its executions for *seconds*, and return the wakes."""
     wakes, watch = [], world.watch(waiting)
     for _ in range(0, seconds, poll_s):
@@ -77,7 +77,7 @@ def test_an_attempt_that_goes_while_a_node_is_missing_is_killed_in_time_and_not_
     kills = []
     world.backend.stop = lambda _handle, *, grace_s: kills.append(grace_s)
 
-    wakes = slices(world, owner, waiting, seconds=100)
+    wakes = executions(world, owner, waiting, seconds=100)
 
     assert kills == [0]
     assert [wake.kind for wake in wakes].count("overdue") == 1
@@ -92,7 +92,7 @@ def test_a_machine_that_cannot_be_killed_is_killed_again_each_minute(world):
     world.backend.lose(world.handle, node=1)
     waiting = owner.resume(Wake("status"))
 
-    slices(world, owner, waiting, seconds=300)
+    executions(world, owner, waiting, seconds=300)
 
     assert 4 <= len(kills) <= 7
 
@@ -104,7 +104,7 @@ def test_a_new_node_that_is_lost_before_the_others_came_is_waited_for_and_then_u
     world.ask_move(target=Allocation(SMALL, 4))
     waiting = owner.resume(Wake("request"))
 
-    wakes = slices(world, owner, waiting, seconds=700)
+    wakes = executions(world, owner, waiting, seconds=700)
 
     assert world.log.read()[-1].type == "change-undone"
     assert world.state.live.allocation == Allocation(SMALL, 2)
@@ -135,7 +135,7 @@ def test_two_lasting_reasons_do_not_wake_in_turn(world):
     nodes[1] = NodeStatus(1, "lost")
     nodes[0] = NodeStatus(0, "pending", reason="capacity", detail="none")
 
-    assert len(slices(world, owner, waiting, seconds=60)) == 1
+    assert len(executions(world, owner, waiting, seconds=60)) == 1
 
 
 def test_silence_that_ends_nothing_wakes_once_a_minute(world):
@@ -145,7 +145,7 @@ def test_silence_that_ends_nothing_wakes_once_a_minute(world):
     nodes = world.backend._lives[world.handle.name].nodes
     nodes[:] = [NodeStatus(0, "pending"), NodeStatus(1, "unknown")]
 
-    wakes = slices(world, owner, waiting, seconds=900)
+    wakes = executions(world, owner, waiting, seconds=900)
 
     assert 2 <= len(wakes) <= 6
 

@@ -31,10 +31,10 @@ def test_a_lease_begins_at_one_and_grows_by_one(store):
     """For any owner that renews it."""
     assert Run(store, "run").lease.read() is None
 
-    first = Run(store, "run").lease.renew(holder="slice")
+    first = Run(store, "run").lease.renew(holder="execution")
     second = Run(store, "run").lease.renew(holder="trigger")
 
-    assert first == Lease(1, "slice")
+    assert first == Lease(1, "execution")
     assert second == Lease(2, "trigger")
     assert Run(store, "run").lease.read() == second
 

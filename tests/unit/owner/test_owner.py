@@ -7,15 +7,19 @@ import json
 import pytest
 
 from envscaler_agent.protocol import Ended, Manifest
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, StoreError
+from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import (
     Delivered,
+    Stage,
     StoppedError,
     SupersededError,
     Waiting,
     Wake,
 )
+from envscaler_airflow.run import Actor
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.stockouts import remember, stockouts
 from envscaler_airflow.testing.scripted_backend import cpu_offer
@@ -404,3 +408,24 @@ def test_a_store_without_an_answer_is_no_news(world):
 
     with pytest.raises(StoreError):
         watch.poll()
+
+
+def test_an_error_before_an_action_ends_the_execution_without_it(world):
+    """What closes a run behind its task ends attempts, and starts none."""
+
+    class OverError(Exception):
+        pass
+
+    def only_end(action):
+        if action.kind == "start":
+            raise OverError
+
+    actor, stage = Actor("ti-01", 1, 3), Stage(spec=load_spec(world.spec_path), spec_source="train.yaml")
+    owner = Owner(
+        run=Run(world.store, world.key), backend=world.backend, actor=actor, stage=stage, before=only_end
+    )
+
+    with pytest.raises(OverError):
+        owner.enter()
+
+    assert [event.type for event in world.log.read()] == ["generation"]

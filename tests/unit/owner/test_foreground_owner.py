@@ -73,7 +73,7 @@ def foreground(owner, *, slept, said, store=None):
         BackendError("throttled", transient=True),
     ],
 )
-def test_a_slice_without_an_answer_is_done_again(tmp_path, error):
+def test_an_execution_without_an_answer_is_repeated(tmp_path, error):
     """The same wake, after 2 s and then 4 s; the user sees the reason."""
     slept, said, store = [], [], open_store(f"file://{tmp_path}")
     owner = Answers(error, error, DONE)
@@ -87,7 +87,7 @@ def test_a_slice_without_an_answer_is_done_again(tmp_path, error):
 
 
 @pytest.mark.parametrize("error", [BackendError("away", transient=True), StoreError("gone", transient=True)])
-def test_a_slice_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
+def test_an_execution_without_an_answer_for_an_hour_loses_no_lease(tmp_path, error):
     """The shell keeps the lease: a sidecar whose lease is not renewed would end its attempt."""
     store, clock = open_store(f"file://{tmp_path}"), ManualClock()
     waiting = foreground(Answers(*[error] * 60, DONE), slept=[], said=[], store=store)
