@@ -94,6 +94,19 @@ class AttemptRequest:
             "ENVSCALER_CPUS": str(max(1, int(cpus))),
         } | self.launch.paths.env(local)
 
+    def sidecar_options(self, spool: str, layout: str, **of_node: int) -> list[str]:
+        """Options of the sidecar: which attempt it serves, and what the backend adds *of_node*."""
+        values = {
+            "spool": spool,
+            "store": self.store_url,
+            "prefix": self.run_prefix,
+            "generation": self.generation,
+            "attempt": self.attempt,
+            "nodes": self.allocation.nodes,
+            "layout": layout,
+        } | {name.replace("_", "-"): value for name, value in of_node.items()}
+        return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
 
 @dataclass(frozen=True, slots=True)
 class NodeEnd:

@@ -118,11 +118,6 @@ def render_dockerfile(
     ]
 
 
-def needs_build(spec: EnvSpec) -> bool:
-    """True when the base alone does not provide the environment."""
-    return bool(spec.system_packages or spec.runtimes or spec.workdir or spec.base is None)
-
-
 def _notes(spec: EnvSpec, known: BaseFacts, options: ImageOptions) -> list[str]:
     notes = []
     if options.has_workdir and not options.has_agent:

@@ -359,19 +359,9 @@ class _Attempt:
         return self._agent(INSTALL, ["-m", "envscaler_airflow.backends.kubernetes.install", at.HOME], [home])
 
     def _sidecar(self, mounts: at.Mounts) -> dict[str, Any]:
-        request = self.request
-        options = {
-            "spool": at.SPOOL,
-            "store": request.store_url,
-            "prefix": request.run_prefix,
-            "generation": request.generation,
-            "attempt": request.attempt,
-            "nodes": request.allocation.nodes,
-            "layout": f"{at.LAYOUT}/layout.json",
-        }
-        options |= {"first-node": self.part.first_rank} if self.part.first_rank else {}
-        options |= {"most-nodes": self.most} if self.is_elastic else {}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        own = {"first_node": self.part.first_rank} if self.part.first_rank else {}
+        own |= {"most_nodes": self.most} if self.is_elastic else {}
+        words = self.request.sidecar_options(at.SPOOL, f"{at.LAYOUT}/layout.json", **own)
         command = ["-m", "envscaler_airflow.backends.kubernetes.pod_sidecar", *map(escaped, words)]
         container = self._agent(SIDECAR, command, mounts.sidecar)
         container["restartPolicy"] = "Always"

@@ -157,6 +157,7 @@ class _Node:
         python = [sys.executable, "-P"]
         wrapper = list(self.programs.wrapper) or [*python, "-m", "envscaler_agent"]
         sidecar = list(self.programs.sidecar) or [*python, "-m", "envscaler_airflow.sidecar"]
+        options = request.sidecar_options(spool, str(self.folder / files.LAYOUT), node=self.node)
         return {
             "attempt": self.folder.parent.name,
             "node": self.node,
@@ -167,7 +168,7 @@ class _Node:
                 *(*wrapper, "run", "--spool", spool, "--grace", self._grace(), "--"),
                 *(*self._mounted(), *command),
             ],
-            "sidecar": [*sidecar, *self._sidecar_options(spool)],
+            "sidecar": [*sidecar, *options],
             "env": self._env(spool),
             "secret_names": sorted(request.secret_env),
             "limits": self._limits(),
@@ -190,20 +191,6 @@ class _Node:
         """Seconds that the wrapper gives the command; the rest of the grace is for the last uploads."""
         grace_s = self.request.grace_s
         return f"{max(grace_s - UPLOAD_S, grace_s / 2):g}"
-
-    def _sidecar_options(self, spool: str) -> list[str]:
-        request = self.request
-        options = {
-            "spool": spool,
-            "store": request.store_url,
-            "prefix": request.run_prefix,
-            "generation": request.generation,
-            "attempt": request.attempt,
-            "node": self.node,
-            "nodes": request.allocation.nodes,
-            "layout": self.folder / files.LAYOUT,
-        }
-        return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
     def _limits(self) -> dict[str, Any]:
         """The spec's memory limit, at most the share's; the share's where the spec has none."""

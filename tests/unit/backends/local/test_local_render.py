@@ -126,8 +126,8 @@ def test_the_request_of_a_node_as_it_is_written():
         "sidecar": [
             *(sys.executable, "-P", "-m", "envscaler_airflow.sidecar"),
             *("--spool", "/r/a/n0/spool", "--store", "s3://store", "--prefix", "dep/dag/run/train/-1"),
-            *("--generation", "1", "--attempt", "3", "--node", "0", "--nodes", "1"),
-            *("--layout", "/r/a/n0/layout.json"),
+            *("--generation", "1", "--attempt", "3", "--nodes", "1"),
+            *("--layout", "/r/a/n0/layout.json", "--node", "0"),
         ],
         "env": {
             "CACHE": f"{ROOT}/data/tmp/cache",
