@@ -6,7 +6,6 @@ when the backend is opened.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,12 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.installed import installed
 
 if TYPE_CHECKING:
     from envscaler_airflow.clouds import Access
     from envscaler_airflow.envspec.models import EnvSpec
-
-_log = logging.getLogger(__name__)
 
 GROUP = "envscaler_airflow.backends"
 """Entry points of :class:`BackendType` objects."""
@@ -104,24 +102,8 @@ def backend_names() -> tuple[str, ...]:
 
 @cache
 def all_backends() -> Mapping[str, BackendType]:
-    """Installed backends by name, sorted; read once. This package's override others of the same name.
-
-    A backend that fails to load is skipped with a warning: a broken package must not end a run elsewhere.
-    """
-    found: dict[str, BackendType] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda one: one.value.startswith(f"{__name__}.")):
-        try:
-            kind = point.load()
-        except (Exception, SystemExit) as err:  # noqa: BLE001  (an edge: code of others)
-            _log.warning("backend %r (%s) cannot be loaded: %r; it is left out", point.name, point.value, err)
-            continue
-        if isinstance(kind, BackendType) and kind.name == point.name:
-            found[kind.name] = kind
-        else:
-            _log.warning(
-                "backend %r (%s) is not a BackendType of that name; it is left out", point.name, point.value
-            )
-    return dict(sorted(found.items()))
+    """Installed backends by name, sorted; read once. See :func:`~envscaler_airflow.installed.installed`."""
+    return installed(GROUP, BackendType)
 
 
 def backend_type(name: str) -> BackendType:

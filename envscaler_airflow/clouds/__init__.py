@@ -6,16 +6,15 @@ imported only when its prices are requested.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple, Protocol
 
+from envscaler_airflow.installed import installed
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF, Tariff, Tariffs
 from envscaler_airflow.planning.offers import CapacityType, InstanceType
 from envscaler_airflow.planning.stockouts import Refusals
@@ -123,8 +122,6 @@ def usd_of(value: object, *, currency: object = "USD") -> float | None:
     return number if 0 < number < math.inf else None
 
 
-_log = logging.getLogger(__name__)
-
 GROUP = "envscaler_airflow.clouds"
 """Entry points of :class:`Cloud` objects."""
 
@@ -200,22 +197,8 @@ class Cloud:
 
 @cache
 def all_clouds() -> Mapping[str, Cloud]:
-    """Installed clouds by name, sorted; read once. This package's clouds override others of the same name.
-
-    A cloud that fails to load is skipped with a warning: a broken package must not end a run.
-    """
-    found: dict[str, Cloud] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda one: one.value.startswith(f"{__name__}.")):
-        try:
-            cloud = point.load()
-        except (Exception, SystemExit) as err:  # noqa: BLE001  (an edge: code of others)
-            _log.warning("cloud %r (%s) cannot be loaded: %r; it is left out", point.name, point.value, err)
-            continue
-        if isinstance(cloud, Cloud):
-            found[cloud.name] = cloud
-        else:
-            _log.warning("cloud %r (%s) is not a Cloud; it is left out", point.name, point.value)
-    return dict(sorted(found.items()))
+    """Installed clouds by name, sorted; read once. See :func:`~envscaler_airflow.installed.installed`."""
+    return installed(GROUP, Cloud)
 
 
 def tariffs() -> Tariffs:

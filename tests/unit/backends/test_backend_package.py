@@ -19,6 +19,7 @@ from fakes.toy_backend import BACKEND, DESK
 
 import envscaler_airflow
 from envscaler_airflow import EnvStageOperator, ReapOperator, ScalingSensor, backends
+from envscaler_airflow import installed as registry
 from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.cli import main, render, run
 from envscaler_airflow.envspec.loading import BACKENDS
@@ -201,11 +202,11 @@ def test_without_the_package_the_stage_is_refused():
 @pytest.fixture
 def installed(monkeypatch):
     """Add these entry points to our own, as if packages had installed them."""
-    own = backends.entry_points(group=backends.GROUP)
+    own = registry.entry_points(group=backends.GROUP)
 
     def install(**points):
         found = [EntryPoint(name, value, backends.GROUP) for name, value in points.items()]
-        monkeypatch.setattr(backends, "entry_points", lambda group: [*own, *found])
+        monkeypatch.setattr(registry, "entry_points", lambda group: [*own, *found])
         backends.all_backends.cache_clear()
 
     yield install

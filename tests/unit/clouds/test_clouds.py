@@ -16,6 +16,7 @@ from airflow.sdk.exceptions import AirflowNotFoundException
 from fakes.toy_cloud import CLOUD
 
 from envscaler_airflow import CloudPricingHook, clouds
+from envscaler_airflow import installed as registry
 from envscaler_airflow.clouds import Access
 from envscaler_airflow.clouds.aws import AwsPrices
 from envscaler_airflow.errors import BackendError, SpecError
@@ -27,11 +28,11 @@ SPEC = '{version: v1, name: x, resources: {accelerators: "A10G:1", use_spot: fal
 @pytest.fixture
 def installed(monkeypatch):
     """Add these entry points to our own, as if packages had installed them."""
-    own = clouds.entry_points(group=clouds.GROUP)
+    own = registry.entry_points(group=clouds.GROUP)
 
     def install(**points):
         found = [EntryPoint(name, value, clouds.GROUP) for name, value in points.items()]
-        monkeypatch.setattr(clouds, "entry_points", lambda group: [*own, *found])
+        monkeypatch.setattr(registry, "entry_points", lambda group: [*own, *found])
         clouds.all_clouds.cache_clear()
 
     yield install
