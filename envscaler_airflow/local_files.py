@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import getpass
 import os
 import stat
 import uuid
@@ -46,6 +47,13 @@ def data_folder() -> Path:
 def _below(variable: str, default: str) -> Path:
     base = Path(os.environ.get(variable, ""))
     return (base if base.is_absolute() else Path.home() / default) / "envscaler"
+
+
+def user_name() -> str:
+    """This process's user; its number where that has no name."""
+    with suppress(OSError, KeyError, ImportError):
+        return getpass.getuser()
+    return f"uid {os.getuid()}"
 
 
 @contextmanager

@@ -233,9 +233,9 @@ def _mig_part(profile: str) -> float:
 
 def _shares(resource: str, count: int, labels: Mapping[str, str]) -> int:
     """Number of pods that share each GPU of the resource."""
-    reported = int(text) if (text := _first(labels, _SHARES)) and text.isdigit() else 1
-    strategy = _first(labels, _STRATEGY)
-    real = int(text) if (text := _first(labels, _REAL_GPUS)) and text.isdigit() else None
+    reported = int(text) if (text := first_label(labels, _SHARES)) and text.isdigit() else 1
+    strategy = first_label(labels, _STRATEGY)
+    real = int(text) if (text := first_label(labels, _REAL_GPUS)) and text.isdigit() else None
     product = labels.get(GPU_PRODUCT, "")
     is_shared = resource.endswith(".shared") or product.endswith(_SHARED)
     is_shared = is_shared or strategy in ("time-slicing", "time-sharing", "mps")
@@ -260,7 +260,7 @@ def _amd(resource: str, count: int, partition: str, labels: Mapping[str, str]) -
 
 def _amd_partition(labels: Mapping[str, str]) -> str:
     """Partition mode of GPUs that the plugin still counts as ``amd.com/gpu``: ``cpx``; "" for whole ones."""
-    return (_first(labels, _AMD_PARTITION) or "").lower().partition("_")[0]
+    return (first_label(labels, _AMD_PARTITION) or "").lower().partition("_")[0]
 
 
 def _intel(resource: str, count: int, labels: Mapping[str, str]) -> Accelerator:
@@ -273,7 +273,7 @@ def _intel(resource: str, count: int, labels: Mapping[str, str]) -> Accelerator:
 
 def _whole(labels: Mapping[str, str], vendor: str) -> tuple[str, float | None]:
     """Name and memory of a whole GPU of *vendor*."""
-    label = _first(labels, _NAMES[vendor])
+    label = first_label(labels, _NAMES[vendor])
     measured = _measured_gb(labels, vendor)
     if label is None:
         return _UNNAMED[vendor], measured
@@ -290,12 +290,13 @@ def _whole(labels: Mapping[str, str], vendor: str) -> tuple[str, float | None]:
 
 def _measured_gb(labels: Mapping[str, str], vendor: str) -> float | None:
     if vendor == "amd":
-        text = _first(labels, _GB) or ""
+        text = first_label(labels, _GB) or ""
         return float(text[:-1]) if re.fullmatch(r"\d{1,6}G", text) else None
-    mib = _first(labels, _MIB) if vendor == "nvidia" else None
+    mib = first_label(labels, _MIB) if vendor == "nvidia" else None
     # Discovery reports MiB, about 81,000 for a GPU of 80 GB.
     return round(float(mib) * 1.048576 / 1000, 1) if mib and re.fullmatch(r"\d+", mib) else None
 
 
-def _first(labels: Mapping[str, str], names: Iterable[str]) -> str | None:
+def first_label(labels: Mapping[str, str], names: Iterable[str]) -> str | None:
+    """Value of the first of *names* that the node has."""
     return next((labels[name] for name in names if labels.get(name)), None)

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, Accelerator, accelerators, unit_name
+from envscaler_airflow.catalog.accelerators import (
+    GPU_PRODUCT,
+    Accelerator,
+    accelerators,
+    first_label,
+    unit_name,
+)
 from envscaler_airflow.clouds import all_clouds
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.offers import CapacityType, Offer
@@ -124,10 +130,10 @@ def read_node(node: Mapping[str, Any]) -> ClusterNode:
         memory_gib=_amount(found.get("memory")) / GIB,
         is_usable=ready == "True" and not spec.get("unschedulable"),
         capacity_type="spot" if _is_spot(labels) else "on-demand",
-        instance_type=_first(labels, _TYPE),
-        region=_first(labels, _REGION),
-        zone=_first(labels, _ZONE),
-        pool=_first(labels, _POOL),
+        instance_type=first_label(labels, _TYPE),
+        region=first_label(labels, _REGION),
+        zone=first_label(labels, _ZONE),
+        pool=first_label(labels, _POOL),
         cloud=_cloud_of(str(spec.get("providerID", ""))),
         arch=_ARCHES.get(labels.get("kubernetes.io/arch", "")),
         gpus=gpus,
@@ -286,10 +292,6 @@ def node_price(node: ClusterNode, *, prices: OfferTable | None, cluster_prices: 
 
 def _is_spot(labels: Mapping[str, str]) -> bool:
     return any(labels.get(key) == value for key, value in SPOT_LABELS.values())
-
-
-def _first(labels: Mapping[str, str], names: Iterable[str]) -> str | None:
-    return next((labels[name] for name in names if labels.get(name)), None)
 
 
 def _amount(value: object) -> float:

@@ -62,7 +62,6 @@ def local_environment(
     install_system: bool,
     say: Say,
     resolve_secret: Resolve,
-    cache: Path | None = None,
 ) -> LocalEnvironment:
     """Where *spec* runs here: its virtual environment is made, or used again.
 
@@ -87,7 +86,7 @@ def local_environment(
     if requirements.runtime is None:
         return LocalEnvironment(spec, known)
     with index_access(requirements, resolve_secret=resolve_secret) as env:
-        python = venv_cache.ensure(spec, cache, requirements=requirements, env=env, say=say)
+        python = venv_cache.ensure(spec, None, requirements=requirements, env=env, say=say)
     text = venv_cache.locked_requirements(python)
     exact = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("--"))
     return LocalEnvironment(spec, replace(known, requirements=exact), python)

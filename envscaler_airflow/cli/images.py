@@ -219,14 +219,14 @@ def _options(given: dict[str, Any]) -> BuildOptions:
 
 
 def check_environment(
-    spec: EnvSpec, requirements: Requirements, *, with_base: bool = True, env: Mapping[str, str] | None = None
+    spec: EnvSpec, requirements: Requirements, *, env: Mapping[str, str] | None = None
 ) -> None:
     """Say what could not be looked at, and stop at what cannot be.
 
     Raises:
         SpecError: Conflicts of packages, or a chain from wheel to GPU that breaks on every GPU allowed.
     """
-    findings = find_conflicts(spec, requirements, with_base=with_base, env=env)
+    findings = find_conflicts(spec, requirements, env=env)
     for finding in findings:
         if finding.kind == "unchecked":
             _say(f"not checked: {finding.text}")

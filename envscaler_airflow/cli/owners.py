@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +12,7 @@ from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.local_files import user_name
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import RunState
 from envscaler_airflow.store.keys import SHELL_DAG
@@ -57,7 +56,7 @@ def write_owner(run: Run, ti_id: str, backend: Backend) -> None:
     body = {
         "schema": SCHEMA,
         "ti_id": ti_id,
-        "user": _user(),
+        "user": user_name(),
         "machine": this_identity().to_dict(),
         "process": None if process is None else process.to_dict(),
         "backend": backend.name,
@@ -80,12 +79,6 @@ def address_of(run: Run, backend: str) -> dict[str, Any]:
 def is_of_shell(run: Run) -> bool:
     """True for a run that was started without Airflow."""
     return run.prefix.split("/")[1:2] == [SHELL_DAG]
-
-
-def _user() -> str:
-    with suppress(OSError, KeyError, ImportError):
-        return getpass.getuser()
-    return f"uid {os.getuid()}"
 
 
 def owner_of(run: Run, state: RunState) -> Ownership:

@@ -95,9 +95,9 @@ def has_known_form(text: str) -> bool:
     return _shapes().search(_encodable(text)) is not None
 
 
-def blank(text: str, mark: str = "***") -> str:
-    """Replace each secret of a known form in *text* with *mark*."""
-    return str(_shapes().sub(mark, _encodable(text)))
+def blank(text: str) -> str:
+    """Replace each secret of a known form in *text* with ``***``."""
+    return str(_shapes().sub("***", _encodable(text)))
 
 
 def _encodable(text: str) -> str:

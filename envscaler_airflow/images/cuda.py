@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
@@ -57,31 +57,29 @@ class Chain:
         torch: PyTorch's version.
         cuda: CUDA version for which it, or the base, is built.
         gpu: Canonical name of the GPU.
-        gpu_memory_gb: Nominal memory of one GPU, GB.
         driver: The machine's driver, such as ``535.104.05``.
     """
 
     torch: str | None = None
     cuda: str | None = None
     gpu: str | None = None
-    gpu_memory_gb: float | None = None
     driver: str | None = None
 
-    def on(self, gpu: str, *, memory_gb: float | None = None, driver: str | None = None) -> Chain:
+    def on(self, gpu: str, *, driver: str | None = None) -> Chain:
         """Return the same software on a GPU of this name."""
-        return replace(self, gpu=gpu, gpu_memory_gb=memory_gb, driver=driver)
+        return replace(self, gpu=gpu, driver=driver)
 
 
-def software(spec: EnvSpec, requirements: Requirements, versions: Mapping[str, str] | None = None) -> Chain:
-    """PyTorch and CUDA of the stage: resolved *versions* first, then pinned ones, then the base's."""
+def software(spec: EnvSpec, requirements: Requirements) -> Chain:
+    """PyTorch and CUDA of the stage: pinned versions first, then the base's."""
     known = facts(spec.base)
     pinned = requirements.pinned("torch", python_version(spec))
-    torch = (versions or {}).get("torch") or _version_of(pinned) or known.provides.get("torch")
+    torch = _version_of(pinned) or known.provides.get("torch")
     if torch is None:
         return Chain(cuda=known.cuda)
     if torch == known.provides.get("torch"):
         return Chain(torch=torch, cuda=known.cuda)
-    address = pinned.url if pinned is not None and pinned.url is not None and not versions else None
+    address = pinned.url if pinned is not None and pinned.url is not None else None
     return Chain(torch=torch, cuda=_wheel_cuda(torch, [address] if address else requirements.index_urls))
 
 
@@ -164,7 +162,7 @@ def broken_for(spec: EnvSpec, chain: Chain) -> list[str]:
 
 def _memory(chain: Chain, spec: EnvSpec) -> list[str]:
     gpu = spec.resources.alternatives[0].requests.gpu
-    has = chain.gpu_memory_gb if chain.gpu_memory_gb is not None else MEMORY_GB.get(chain.gpu or "")
+    has = MEMORY_GB.get(chain.gpu or "")
     if gpu is None or gpu.memory_gb is None or has is None or has >= gpu.memory_gb:
         return []
     return [f"{chain.gpu} has {has:g} GB, gpu.memory asks for {gpu.memory}; choose another type, or less"]

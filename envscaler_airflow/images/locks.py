@@ -116,7 +116,7 @@ def resolve(
 
 
 def find_conflicts(
-    spec: EnvSpec, requirements: Requirements, *, with_base: bool = True, env: Mapping[str, str] | None = None
+    spec: EnvSpec, requirements: Requirements, *, env: Mapping[str, str] | None = None
 ) -> list[Finding]:
     """Report everything that prevents installing the packages together, for conda and pip."""
     findings: list[Finding] = []
@@ -126,7 +126,7 @@ def find_conflicts(
         only_files = runtime.model_copy(update={"packages": (), "channels": (), "package_manager": "pip"})
         requirements = Requirements(only_files, requirements.files, requirements.main, requirements.locked)
     try:
-        resolve(spec, requirements, with_base=with_base, env=env)
+        resolve(spec, requirements, env=env)
     except SpecError as err:
         findings.append(Finding("conflict", str(err)))
     except BackendError as err:

@@ -43,7 +43,6 @@ def run_program(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 600.0,
-    stdin: str | None = None,
 ) -> Output:
     """Run *words* to completion; *env* is added to this process's environment.
 
@@ -52,7 +51,7 @@ def run_program(
     """
     try:
         done = subprocess.run(
-            list(words), cwd=cwd, env={**os.environ, **(env or {})}, input=stdin, text=True, errors="replace",
+            list(words), cwd=cwd, env={**os.environ, **(env or {})}, text=True, errors="replace",
             capture_output=True, timeout=timeout_s, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as err:
@@ -63,7 +62,7 @@ def run_program(
 
 
 def stream_program(
-    words: Sequence[str], on_line: Callable[[str], None], *, cwd: Path | None = None,
+    words: Sequence[str], on_line: Callable[[str], None], *,
     env: Mapping[str, str] | None = None, fifo: Path | None = None,
 ) -> int:  # fmt: skip
     """Run *words*, pass each line of the merged outputs to *on_line*, and return the exit code.
@@ -71,7 +70,6 @@ def stream_program(
     Args:
         words: The program and its arguments.
         on_line: Called with each line.
-        cwd: Its working directory.
         env: Added to this process's environment.
         fifo: Created here and used instead of an anonymous pipe, so that other processes can write to it too.
 
@@ -81,7 +79,7 @@ def stream_program(
     read, write = os.pipe() if fifo is None else _open_fifo(fifo)
     try:
         process = subprocess.Popen(
-            list(words), cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
+            list(words), env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
             stdout=write, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except OSError as err:

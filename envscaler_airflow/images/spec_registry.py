@@ -6,10 +6,8 @@ a version never changes, and exactly one of two publishers wins.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
-import os
 import re
 import tempfile
 import time
@@ -26,7 +24,7 @@ import yaml
 from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.local_files import cache_folder, read_plain, write_atomic
+from envscaler_airflow.local_files import cache_folder, read_plain, user_name, write_atomic
 from envscaler_airflow.store.base import Store
 
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
@@ -265,7 +263,7 @@ class SpecRegistry:
             raise SpecError(f"{name}: {len(text.encode())} bytes, at most {MAX_BYTES} are published")
         digest = hashlib.sha256(text.encode()).hexdigest()
         entry = Entry(
-            checked, Version.parse(version), text, digest, by or _user(), self._clock(), uuid.uuid4().hex
+            checked, Version.parse(version), text, digest, by or user_name(), self._clock(), uuid.uuid4().hex
         )
         path = _path(checked, entry.version)
         try:
@@ -433,13 +431,6 @@ def _is_version(text: str) -> bool:
 
 def _next(version: Version) -> Version:
     return Version(version.major, version.minor, version.patch + 1)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"
 
 
 def _write(path: Path, text: str) -> None:

@@ -15,16 +15,16 @@ def price_aware_interval_s(
     return checkpoint_interval_s(save_s, losses_per_hour * price_risk(price, recent))
 
 
-def checkpoint_interval_s(save_s: float, losses_per_hour: float, *, restart_s: float = 0.0) -> float | None:
+def checkpoint_interval_s(save_s: float, losses_per_hour: float) -> float | None:
     """Seconds of training between two checkpoints that lose the least time; None without losses.
 
     ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d`` with *d* the seconds of a save and *M* those between
-    losses; *M* when a save takes half of that or longer. *restart_s* does not change the interval (Daly,
-    section 3); it is a parameter so that callers need not know that.
+    losses; *M* when a save takes half of that or longer. The time of a restart does not change it
+    (Daly, section 3).
 
     Source: J. T. Daly, FGCS 22 (2006), equation 37; J. W. Young, CACM 17 (1974), for the first term.
     """
-    check_finite(save_s=save_s, losses_per_hour=losses_per_hour, restart_s=restart_s)
+    check_finite(save_s=save_s, losses_per_hour=losses_per_hour)
     if losses_per_hour <= 0:
         return None
     between_s = 3600 / losses_per_hour

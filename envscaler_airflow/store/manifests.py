@@ -224,12 +224,6 @@ def _landed(root: Root, path: str, facts: os.stat_result) -> tuple[str, os.stat_
         return None  # replaced meanwhile
 
 
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file, read as a stream."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def upload(
     store: Store,
     prefix: str,
@@ -467,9 +461,7 @@ def _fetch_one(
             )
 
 
-def verify(
-    store: Store, prefix: str, *, manifest: Manifest | None = None, scratch: Path | None = None
-) -> Manifest:
+def verify(store: Store, prefix: str, *, manifest: Manifest | None = None) -> Manifest:
     """Check every byte of a folder against *manifest* (None: its own), one file at a time on the local disk.
 
     Raises:
@@ -479,7 +471,7 @@ def verify(
     """
     manifest = manifest or read_manifest(store, prefix)
     check_sizes(store, prefix, manifest)
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         root = Root.of(Path(folder))
         for item in manifest.files:
             _fetch_one(store, prefix, item, root, Moved(), "file")

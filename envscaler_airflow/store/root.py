@@ -129,14 +129,14 @@ class Root:
         aliases = tuple(alias / found.real for alias in self.aliases)
         return Root(found.descriptor, self.path / found.real, aliases=aliases)
 
-    def open_file(self, path: str, *, follow: bool = False) -> BufferedReader:
+    def open_file(self, path: str) -> BufferedReader:
         """Open the regular file *path* for reading.
 
         Raises:
             CheckpointError: *path* is a folder, pipe, socket or device, or a link on the way leads outside.
-            OSError: *path* is absent; without *follow* also if a part of *path* is a link.
+            OSError: *path* is absent, or a part of it is a link.
         """
-        found = self._walk_to(path, _READ, follow=follow)
+        found = self._walk_to(path, _READ, follow=False)
         if not stat.S_ISREG(os.fstat(found.descriptor).st_mode):
             os.close(found.descriptor)
             raise CheckpointError(f"{self.path / path} is not a regular file")

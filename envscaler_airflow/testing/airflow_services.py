@@ -295,7 +295,7 @@ def _settings(home: Path, dags: Path, url: str) -> dict[str, dict[str, object]]:
             "load_examples": False,
             "dags_are_paused_at_creation": False,
             "simple_auth_manager_all_admins": True,
-            "fernet_key": _fernet_key(),
+            "fernet_key": base64.urlsafe_b64encode(secrets.token_bytes(32)).decode(),
             "plugins_folder": home / "plugins",
             "hostname_callable": "socket.gethostname",
             "test_connection": "Enabled",
@@ -337,11 +337,6 @@ def _environment(home: Path) -> dict[str, str]:
     }
 
 
-def _fernet_key() -> str:
-    """32 random bytes as URL-safe base64, the format of a Fernet key."""
-    return base64.urlsafe_b64encode(secrets.token_bytes(32)).decode()
-
-
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -357,8 +352,8 @@ def _session(pid: int) -> int | None:
         return None
 
 
-def _tail(path: Path, lines: int = 40) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-40:])
 
 
 def _epoch(text: str) -> float:

@@ -22,6 +22,7 @@ from typing import Any, Dict, Mapping, Optional
 import keras
 
 from envscaler_agent import Session
+from envscaler_agent.frameworks import ONE_TRAINING
 from envscaler_agent.frameworks.randomness import load_random_state, save_random_state
 
 _WEIGHTS = "model.weights.h5"
@@ -76,10 +77,7 @@ class SessionCallback(keras.callbacks.Callback):
         if self.model is not self._carried:
             raise ValueError("SessionCallback: fit of another model than it was made for")
         if self._has_begun:
-            raise RuntimeError(
-                "a SessionCallback carries one training: steps of a second one could not be told from the "
-                "first's; make it a stage of its own"
-            )
+            raise RuntimeError(ONE_TRAINING)
         self._has_begun = True
         if self._data is not None:
             self._data.load_state_dict(self._begin)  # fit may have read a batch to learn its shape

@@ -20,6 +20,7 @@ from typing import Any, Dict, List, Optional
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from envscaler_agent import Session
+from envscaler_agent.frameworks import ONE_TRAINING
 from envscaler_agent.frameworks.randomness import load_random_state, save_random_state
 from envscaler_agent.frameworks.torch import agree, leave_group_at_exit, telling_of_shards
 
@@ -54,10 +55,7 @@ class SessionCallback(Callback):
         """
         del trainer, pl_module
         if self._has_begun:
-            raise RuntimeError(
-                "a SessionCallback carries one training: steps of a second one could not be told from the "
-                "first's; make it a stage of its own"
-            )
+            raise RuntimeError(ONE_TRAINING)
         self._has_begun = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

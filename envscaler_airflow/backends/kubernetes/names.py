@@ -77,13 +77,13 @@ def claim_name(volume: Volume, run: str) -> str:
     return dns_label(f"{volume.location}-{run[:10]}") if volume.retain == "run" else volume.location
 
 
-def dns_label(text: str, *, most: int = MAX_LABEL_CHARACTERS) -> str:
+def dns_label(text: str) -> str:
     """*text* as a DNS label; one that had to be changed contains a hash of the whole."""
     plain = _plain(text)
-    if plain and plain == text and len(plain) <= most:
+    if plain and plain == text and len(plain) <= MAX_LABEL_CHARACTERS:
         return plain
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    head = plain[: most - 9].strip("-")
+    head = plain[: MAX_LABEL_CHARACTERS - 9].strip("-")
     return f"{head}-{digest}" if head else f"x{digest}"
 
 
@@ -126,9 +126,9 @@ def all_pods() -> str:
     return "/api/v1/pods"
 
 
-def config_maps(namespace: str, name: str = "") -> str:
-    """ConfigMaps of a namespace, or one of them."""
-    return _join(f"/api/v1/namespaces/{namespace}/configmaps", name)
+def config_maps(namespace: str) -> str:
+    """ConfigMaps of a namespace."""
+    return f"/api/v1/namespaces/{namespace}/configmaps"
 
 
 def secrets(namespace: str, name: str = "") -> str:

@@ -67,7 +67,7 @@ def test_an_old_driver_names_the_one_to_install_and_the_cuda_that_goes_with_it()
 
 def test_too_small_a_gpu_is_a_broken_link():
     """The offer's GPU against the one that the spec requests."""
-    (got,) = broken_links(Chain(gpu="A100", gpu_memory_gb=40), stage(count=1, memory="80GB"))
+    (got,) = broken_links(Chain(gpu="A100"), stage(count=1, memory="80GB"))
 
     assert got.startswith("A100 has 40 GB, gpu.memory asks for 80GB")
 
