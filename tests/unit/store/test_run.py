@@ -78,7 +78,7 @@ def test_events_get_the_time_of_the_run(store):
 
 @pytest.mark.parametrize("text", [None, b"[1]", b"{"])
 def test_a_spec_that_is_absent_or_torn_names_its_file(run, text):
-    """Nothing runs on half a spec; its parameters are only shown, and are none."""
+    """Nothing runs on half a spec; its parameters are only for display."""
     if text is not None:
         run.write(spec_name("abc"), text)
 
