@@ -121,17 +121,6 @@ def backend_type(name: str) -> BackendType:
     return known[name]
 
 
-def create_backend(
-    name: str, settings: Mapping[str, Any] | None = None, access: Access | None = None
-) -> Backend:
-    """Open the backend of that name with its *settings*; nothing is requested yet.
-
-    Raises:
-        SpecError: There is no backend of that name, or a setting cannot be used.
-    """
-    return backend_type(name).create(settings or {}, access)
-
-
 def has_image(cloud: str) -> bool:
     """False if offers of *cloud* are of a backend that runs stages in the machine's own environment."""
     kind = all_backends().get(cloud)

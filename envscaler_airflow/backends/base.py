@@ -298,7 +298,7 @@ class HasAddress(Protocol):
     """A backend that may be at another address than the default."""
 
     def address(self) -> dict[str, Any]:
-        """Settings for ``create_backend`` by which a later process reaches the same address; no secrets."""
+        """Settings with which a later process reaches the same address; no secrets."""
 
 
 @runtime_checkable

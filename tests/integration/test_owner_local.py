@@ -356,7 +356,7 @@ def test_a_fresh_run_begins_from_a_named_checkpoint_of_another(shell):
 
 ELSEWHERE = """
 import json, sys
-from envscaler_airflow.backends import create_backend
+from envscaler_airflow.backends import backend_type
 from envscaler_airflow.run import Handle
 from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.owner.run_watch import AttemptWatcher
@@ -364,7 +364,7 @@ from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
 url, prefix, root, handle, number = sys.argv[1:]
 handle = Handle.from_dict(json.loads(handle))
-backend = create_backend("local", {"root": root})
+backend = backend_type("local").create({"root": root}, None)
 watching = Watching(int(number), 1, attempt=1, handle=handle)
 wake = AttemptWatcher(run=Run(open_store(url), prefix), backend=backend, watching=watching).poll()
 states = [node.state for node in backend.observe(handle).nodes]

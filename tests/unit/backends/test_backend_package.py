@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields as fields_of
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from fakes.toy_backend import BACKEND, DESK
 import envscaler_airflow
 from envscaler_airflow import EnvStageOperator, ReapOperator, ScalingSensor, backends
 from envscaler_airflow import installed as registry
+from envscaler_airflow.backends import BackendType
 from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.cli import main, render, run
 from envscaler_airflow.envspec.loading import BACKENDS
@@ -263,6 +266,21 @@ def test_no_module_asks_which_backend_it_is():
                 found.setdefault(name, []).append(ast.unparse(node))
 
     assert {name: tests for name, tests in found.items() if name not in OTHER_MEANINGS} == {}
+
+
+def test_the_how_to_page_names_every_ability_and_every_fact():
+    """The protocols of ``base`` that not all backends have, and the fields of the object."""
+    page = (ROOT.parent / "docs/how-to/write-a-backend.md").read_text()
+    tree = ast.parse((ROOT / "backends/base.py").read_text())
+    kinds = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
+    ]
+    methods = {node.name for kind in kinds for node in kind.body if isinstance(node, ast.FunctionDef)}
+    fields = {item.name for item in fields_of(BackendType)} - {"is_here"}
+
+    assert {name for name in methods | fields if not re.search(rf"`{name}[`=]|{name}=", page)} == set()
 
 
 def test_a_spec_s_targets_are_the_installed_backends():
