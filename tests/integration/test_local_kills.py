@@ -90,22 +90,22 @@ def request_for(backend, *command, **changes):
     return attempts.request(**(fields | changes))
 
 
-def stubborn(backend, tmp_path, **changes):
+def stubborn(backend, tmp_path):
     """An attempt that ends by SIGKILL alone, once its command and the grandchild run."""
     up = tmp_path / "up"
-    request = request_for(backend, "python", "-c", STUBBORN, str(tmp_path), str(up), **changes)
+    request = request_for(backend, "python", "-c", STUBBORN, str(tmp_path), str(up))
     handle = backend.submit(request)
     wait_for(up.exists)
     wait_for(lambda: len(processes_of(tmp_path)) >= 6)
     return request, handle
 
 
-def wait_for(claim, patience_s=20.0):
-    """Wait until *claim* is true."""
+def wait_for(claim, patience_s=60.0):
+    """Wait until *claim* is true; a claim about all processes reads each of them."""
     until = time.monotonic() + patience_s
     while not claim():
         assert time.monotonic() < until
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def over(backend, handle):
@@ -131,15 +131,14 @@ def test_a_stop_without_grace_reaches_a_grandchild_that_cut_every_tie(either, tm
 
 
 def test_what_outlives_its_grace_is_killed(either, tmp_path):
-    """The command ignores SIGTERM: after half a second it is killed, with the whole node."""
+    """The command ignores SIGTERM: after two seconds it is killed, with the whole node."""
     _, handle = stubborn(either, tmp_path)
-    begun = time.monotonic()
 
-    either.stop(handle, grace_s=0.5)
-    returned = time.monotonic() - begun
+    either.stop(handle, grace_s=2.0)
+    alive = processes_of(tmp_path)
     status = over(either, handle)
 
-    assert returned < 0.4
+    assert alive != [], "the call does not wait for the grace"
     assert [(n.state, n.signal, n.reason) for n in status.nodes] == [("ended", 9, "killed")]
     wait_for(lambda: processes_of(tmp_path) == [])  # the guard cleans up after the end
 
@@ -325,7 +324,8 @@ def test_a_sidecar_that_hangs_holds_the_node_no_longer_than_it_may(tmp_path):
 
 def test_a_deadline_ends_the_node_by_itself(either, tmp_path):
     """Without any request: the machine has its own deadline."""
-    _, handle = stubborn(either, tmp_path, deadline_s=1.0, grace_s=0.2)
+    command = ("python", "-c", STUBBORN, str(tmp_path), str(tmp_path / "up"))
+    handle = either.submit(request_for(either, *command, deadline_s=2.0, grace_s=0.2))
 
     status = over(either, handle)
 
@@ -401,6 +401,7 @@ def test_many_submitters_at_once_start_it_once(backend, tmp_path):
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_local_kills import PROGRAMS, LocalBackend, request_for
         backend = LocalBackend(Path({str(tmp_path / "root")!r}), programs=PROGRAMS)
+        print("ready", flush=True)
         sys.stdin.readline()
         print(backend.submit(request_for(backend, *{command!r})).to_dict())
     """)
@@ -410,7 +411,7 @@ def test_many_submitters_at_once_start_it_once(backend, tmp_path):
         )
         for _ in range(4)
     ]
-    time.sleep(0.5)
+    assert {racer.stdout.readline() for racer in racers} == {"ready\n"}
 
     answers = {racer.communicate("go\n", timeout=60)[0] for racer in racers}
 
