@@ -15,9 +15,8 @@ from envscaler_airflow.images.sidecar_image import REQUIREMENTS
 
 TOOLS = ("buildah", "mmdebstrap")
 ROOT = Path(__file__).parents[2]
-FREE_FROM = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 MOST_BYTES = 400 << 20
-"""Chosen: Debian's essential packages with Python are 200 MiB of it."""
+"""Chosen: Debian's essential packages with apt and Python are 200 MiB of it."""
 
 pytestmark = [
     pytest.mark.skipif(
@@ -37,7 +36,7 @@ def buildah(*words, **options):
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory):
+def image(tmp_path_factory, base_tar):
     """The image, in a storage of this module alone, isolated by chroot."""
     folder = tmp_path_factory.mktemp("sidecar-image")
     config = folder / "storage.conf"
@@ -48,7 +47,9 @@ def image(tmp_path_factory):
         patch.setenv("CONTAINERS_STORAGE_CONF", str(config))
         patch.setenv("BUILDAH_ISOLATION", "chroot")
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        make_base(folder)
+        (folder / "base.tar").hardlink_to(base_tar)
+        (folder / "Base").write_text("FROM scratch\nADD base.tar /\n")
+        buildah("build", "--quiet", "-f", "Base", "-t", "localhost/base:1", ".", cwd=folder)
         make_wheels(folder / "wheels")
         [pip] = (folder / "wheels").glob("pip-*.whl")
         values = {
@@ -68,19 +69,6 @@ def image(tmp_path_factory):
         yield SIDECAR_IMAGE
         buildah("rm", "--all")
         buildah("rmi", "--all", "--force")
-
-
-def make_base(folder):
-    """Python and certificates."""
-    options = ["--variant=essential", "--dpkgopt=force-unsafe-io"]
-    options += [f"--dpkgopt=path-exclude={pattern}" for pattern in FREE_FROM]
-    options += ['--aptopt=Acquire::Languages "none"', "--include=python3,ca-certificates"]
-    subprocess.run(
-        ["mmdebstrap", "--quiet", *options, "bookworm", "base.tar"], cwd=folder, check=True, timeout=240
-    )
-    (folder / "Base").write_text("FROM scratch\nADD base.tar /\n")
-    buildah("build", "--quiet", "-f", "Base", "-t", "localhost/base:1", ".", cwd=folder)
-    (folder / "base.tar").unlink()
 
 
 def make_wheels(folder):
