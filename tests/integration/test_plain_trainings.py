@@ -7,6 +7,7 @@ save may be behind at a kill.
 import random
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -184,36 +185,54 @@ def plain(tmp_path):
         run.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "last"),
-    [
-        ("pickle and log", script(PICKLE_AND_LOG, each='log.write("x\\n"); log.flush()'), 5),
-        ("backup files", script(BACKUP_FILES), 5),
-        ("timm", script(TIMM), 5),
-        ("ultralytics", script(ULTRALYTICS, each='csv.write("1,2\\n"); csv.flush()'), 5),
-        ("detectron", script(DETECTRON), 5),
-        ("accelerate", script(ACCELERATE), 5),
-        ("trainer", script(TRAINER), 5),
-        # The formats below do not show where a file ends, so there must have been no write for 5 s.
-        ("orbax", script(ORBAX), 35),
-        ("booster", script(BOOSTER), 35),
-        ("latest-link", script(LATEST_LINK, every=40, steps=90), 50),
-        ("joblib", script(JOBLIB, every=40, steps=90), 50),
-        ("tensorflow", script(TENSORFLOW), 5),
-    ],
-    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) and len(value) < 20 else "",
-)
-def test_killed_at_a_random_moment_it_resumes_from_its_newest_whole_save(plain, name, text, last):
+LAYOUTS = {
+    "pickle-and-log": (script(PICKLE_AND_LOG, each='log.write("x\\n"); log.flush()'), 5),
+    "backup-files": (script(BACKUP_FILES), 5),
+    "timm": (script(TIMM), 5),
+    "ultralytics": (script(ULTRALYTICS, each='csv.write("1,2\\n"); csv.flush()'), 5),
+    "detectron": (script(DETECTRON), 5),
+    "accelerate": (script(ACCELERATE), 5),
+    "trainer": (script(TRAINER), 5),
+    # The formats below do not show where a file ends, so there must have been no write for 5 s.
+    "orbax": (script(ORBAX), 35),
+    "booster": (script(BOOSTER), 35),
+    "latest-link": (script(LATEST_LINK, every=40, steps=90), 50),
+    "joblib": (script(JOBLIB, every=40, steps=90), 50),
+    "tensorflow": (script(TENSORFLOW), 5),
+}
+"""The training of each layout, and how many steps its newest save may be behind."""
+
+
+def interrupted(folder, name):
+    """Kill the training of a layout, and let the next attempt end: the two steps, and both outputs."""
+    text, last = LAYOUTS[name]
+    run = Plain(folder, text, python=sys.executable)
+    try:
+        run.start()
+        at = random.Random(name).randint(42, 50) if last < 50 else 75
+        run.until(rf"step {at}\b")
+        return run.kill(), run.start().begins(), run.said(1), run.over()
+    finally:
+        run.close()
+
+
+@pytest.fixture(scope="module")
+def played(request, tmp_path_factory):
+    """The trainings of the selected layouts, four at a time, since they mostly wait."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = [item.callspec.params["name"] for item in here]
+    with ThreadPoolExecutor(4) as pool:
+        yield {name: pool.submit(interrupted, tmp_path_factory.mktemp("plain"), name) for name in names}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_killed_at_a_random_moment_it_resumes_from_its_newest_whole_save(played, name):
     """The next attempt resumes there by its own code, and continues to the end (C)."""
-    run = plain(text).start()
-    at = random.Random(name).randint(42, 50) if last < 50 else 75
-    run.until(rf"step {at}\b")
+    killed, begins, first, second = played[name].result()
 
-    killed = run.kill()
-    begins = run.start().begins()
-
-    assert killed - last <= begins <= killed, (killed, begins, run.said(1))
-    assert "done at" in run.over(), run.said()
+    assert killed - LAYOUTS[name][1] <= begins <= killed, (killed, begins, first)
+    assert "done at" in second, second
 
 
 def test_what_a_lost_machine_had_saved_before_is_in_the_store(plain):
