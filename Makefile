@@ -4,8 +4,8 @@ BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 # Most integration tests wait for processes of their own, so a little more than the cores are kept busy.
 JOBS ?= 3
-# How many real Airflows share the files of e2e. Chosen: on 2 cores two of them starve each other's tests, from
-# 4 cores on two are faster; each has CPU shares of its own.
+# How many real Airflows share the files of e2e, beside the demo's own. Chosen: on 2 cores two of them starve
+# each other's tests, from 4 cores on two are faster; each has CPU shares of its own.
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
@@ -41,7 +41,7 @@ test-frameworks: venv frameworks-venv  ## Run trainings of seven libraries, lost
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_plain_savers.py tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
 e2e: venv  ## Run the rest against a real Airflow (25 minutes on 2 cores).
-	$(BIN)/python -m pytest -n $(AIRFLOWS) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
+	$(BIN)/python -m pytest -n $$(($(AIRFLOWS) + 1)) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
 	$(BIN)/python -m pytest tests/e2e/kubernetes $(ARGS)

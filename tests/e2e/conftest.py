@@ -7,13 +7,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from e2e.crowds import ByAirflow, Crowd, is_together
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
@@ -36,13 +36,22 @@ CANARIES = {"connection": "canary-k7Qp2wZx", "env": "canary-Vb93mLtR", "variable
 """Secrets that no file or log may contain, by their source."""
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByAirflow:
+    """One process has the demo's tests; the others share the remaining files, with an Airflow each."""
+    return ByAirflow(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder is e2e, with a longer limit than unit tests have."""
+    """Everything in this folder is e2e, with a longer limit than unit tests have.
+
+    What runs together comes first: a test that needs the machine for itself then waits for it only once.
+    """
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(300))
+    items.sort(key=lambda item: not is_together(item))
 
 
 @pytest.fixture(scope="session")
@@ -106,6 +115,8 @@ def airflow(
         "scheduler": {"task_instance_heartbeat_timeout": "12"},
         # No test edits a DAG file, so each is parsed once. Chosen: longer than a worker's tests take.
         "dag_processor": {"min_file_process_interval": "3600"},
+        # Four scenarios at once, of which two may hold an execution at a gate.
+        "core": {"parallelism": "6"},
     }
     with AirflowServices(home, DAGS, given, config=config) as services:
         yield services
@@ -348,15 +359,15 @@ def finished(
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def crowd(
     airflow: AirflowServices,
     cluster: Cluster,
     gates: Path,
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
-) -> Iterator[dict[str, Future[None]]]:
-    """The selected scenarios of the module, ``SCENARIOS.at_once`` of them at a time."""
+) -> Iterator[Crowd]:
+    """The selected scenarios, several at a time."""
 
     def play(name: str, scenario: Callable[[Starter], None]) -> None:
         starter = Starter(airflow, cluster, gates, tmp_path_factory.mktemp("scenario"), name)
@@ -365,8 +376,6 @@ def crowd(
         finally:
             starter.end()
 
-    selected = {item.name for item in request.session.items}
-    scenarios = {name: call for name, call in request.module.SCENARIOS.items() if name in selected}
-    with ThreadPoolExecutor(request.module.SCENARIOS.at_once) as pool:
-        yield {name: pool.submit(play, name, call) for name, call in scenarios.items()}
-        pool.shutdown(cancel_futures=True)
+    made = Crowd(request.session.items, play)
+    yield made
+    made.close()

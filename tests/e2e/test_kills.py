@@ -6,12 +6,10 @@ import os
 import signal
 from collections.abc import Callable
 
-from e2e.crowds import Scenarios
+from e2e.crowds import together
 
 LONG = 600
 """More steps than any test waits for."""
-SCENARIOS = Scenarios()
-together = SCENARIOS.together
 
 
 def kill_slice(run) -> None:
@@ -20,7 +18,7 @@ def kill_slice(run) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@together
+@together("local")
 def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
     """The trigger's on_kill asks the attempt to save and stop; the task stays failed."""
     run = begin("stage", steps=LONG)
@@ -37,7 +35,7 @@ def test_mark_failed_while_deferred_ends_the_attempt(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_mark_failed_during_a_worker_slice_leaves_nothing_behind(begin: Callable):
     """The execution is killed between intent and act: nothing starts, then or later."""
     run = begin("held", held="before", steps=LONG)
@@ -53,7 +51,7 @@ def test_mark_failed_during_a_worker_slice_leaves_nothing_behind(begin: Callable
     run.check()
 
 
-@together
+@together("local")
 def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
     """The execution dies before it records the start: the lease is not renewed, so the sidecar ends all."""
     run = begin("orphaned", held="after", steps=LONG)
@@ -68,7 +66,7 @@ def test_mark_failed_after_the_act_is_ended_by_the_lease(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_worker_killed_between_intent_and_act_with_retries(begin: Callable):
     """The next try finds the intent and carries it out, also if the DAG run was set to queued (A1)."""
     run = begin("held", held="before", steps=10)
@@ -84,7 +82,7 @@ def test_worker_killed_between_intent_and_act_with_retries(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_worker_killed_after_the_act_with_retries(begin: Callable):
     """The machine was started and not recorded: the next try adopts it, without a second (feature C6)."""
     run = begin("held", held="after", steps=100)
@@ -99,7 +97,7 @@ def test_worker_killed_after_the_act_with_retries(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_worker_killed_without_retries_leaves_no_machine(begin: Callable):
     """No try returns: the machine is gone within ``orphan_after``."""
     run = begin("orphaned", held="after", steps=LONG)
@@ -114,7 +112,7 @@ def test_worker_killed_without_retries_leaves_no_machine(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_clear_while_a_slice_runs(begin: Callable):
     """The old execution is killed and the new try carries its intent out."""
     run = begin("held", held="before", steps=10)
@@ -129,7 +127,7 @@ def test_clear_while_a_slice_runs(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_clear_while_deferred_adopts_the_attempt(begin: Callable):
     """The training continues: the new try owns it."""
     run = begin("stage", steps=100)
@@ -144,7 +142,7 @@ def test_clear_while_deferred_adopts_the_attempt(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_clear_after_success_begins_a_new_generation(begin: Callable):
     """A delivered stage restarts from the beginning, not from its last checkpoint."""
     run = begin("stage", steps=8)
@@ -158,7 +156,7 @@ def test_clear_after_success_begins_a_new_generation(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_deferral_timeout_saves_and_a_clear_goes_on(begin: Callable):
     """``execution_timeout`` counts deferred time; a retry does not override it, a clear does (A3)."""
     run = begin("stage_with_timeout", steps=120)
@@ -177,7 +175,7 @@ def test_deferral_timeout_saves_and_a_clear_goes_on(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_dag_run_deleted_while_training_and_made_again(begin: Callable):
     """The new DAG run of the same name is a new generation; the old attempt is gone before it starts."""
     run = begin("stage", steps=60)
@@ -194,7 +192,7 @@ def test_dag_run_deleted_while_training_and_made_again(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_dag_run_deleted_after_success_and_made_again(begin: Callable):
     """The result of the deleted DAG run is not delivered again, even right after the deletion.
 

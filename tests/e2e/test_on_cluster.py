@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from e2e.crowds import Scenarios
+from e2e.crowds import together
 from fakes.kubernetes import Cluster
 
 LONG = 600
 """More steps than any test waits for."""
-SCENARIOS = Scenarios(at_once=3)
-together = SCENARIOS.together
 
 
 def shown(run) -> list[str]:
@@ -33,7 +31,7 @@ def training_pod(run, *, after: dict | None = None) -> dict:
     return run.until("a pod that trains", trains)
 
 
-@together
+@together("cluster")
 def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
     """The sensor finds the cluster of its stage; no step is lost or made twice."""
     run = begin("moved_on_cluster", steps=400, pause=0.25)
@@ -52,7 +50,7 @@ def test_the_sensor_moves_a_stage_to_a_larger_pod(begin: Callable):
     run.check()
 
 
-@together
+@together("cluster")
 def test_a_stage_trains_in_a_pod(begin: Callable):
     """The task's log has the output once; outputs and report are in XCom; the pod is gone (feature E1)."""
     run = begin("on_cluster", steps=20)
@@ -68,7 +66,7 @@ def test_a_stage_trains_in_a_pod(begin: Callable):
     run.check()
 
 
-@together
+@together("cluster")
 def test_mark_failed_ends_the_pod(begin: Callable):
     """The trigger's on_kill asks the attempt to save and stop; removing its Job needs no further try."""
     run = begin("on_cluster", steps=LONG)
@@ -84,7 +82,7 @@ def test_mark_failed_ends_the_pod(begin: Callable):
     run.check()
 
 
-@together
+@together("cluster")
 def test_a_deleted_dag_run_leaves_no_pod(begin: Callable):
     """The owner drains its stage as after "mark failed"."""
     run = begin("on_cluster", steps=LONG)
@@ -98,7 +96,7 @@ def test_a_deleted_dag_run_leaves_no_pod(begin: Callable):
     run.check()
 
 
-@together
+@together("cluster")
 def test_a_clear_adopts_the_pod(begin: Callable):
     """The training continues: the new try owns its Job."""
     run = begin("on_cluster", steps=60)
@@ -114,7 +112,7 @@ def test_a_clear_adopts_the_pod(begin: Callable):
     run.check()
 
 
-@together
+@together("cluster")
 def test_an_image_that_does_not_exist_fails_the_task(begin: Callable):
     """It fails at once, for good, and with the kubelet's words: no retry would help."""
     begin.cluster.images.missing("nowhere/*")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from e2e.crowds import Scenarios
-
-SCENARIOS = Scenarios()
-together = SCENARIOS.together
+from e2e.crowds import together
 
 
 def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
     """The sensor requests, the owner moves, and no step is lost or repeated (feature C5) (feature E2).
 
-    Alone, before the crowd begins: the faster offer is all of a machine of two CPUs.
+    Alone: the faster offer is all of a machine of two CPUs.
     The owner may refuse at first: it judges on fresh facts, and just then the stage may be saving.
     """
     run = begin("scaled", steps=560, pause=0.25)
@@ -34,7 +31,7 @@ def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_the_sensor_succeeds_though_the_stage_failed(begin: Callable):
     """The stage's last lines and exit code are in its own log; the sensor reports how it ended."""
     run = begin("scaled", steps=20, fail_at=3)
@@ -50,7 +47,7 @@ def test_the_sensor_succeeds_though_the_stage_failed(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_the_sensor_is_skipped_when_the_stage_never_ran(begin: Callable):
     """The stage was skipped without a run; the sensor found it in its own TaskGroup."""
     run = begin("never")

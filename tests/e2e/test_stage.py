@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from e2e.crowds import Scenarios
+from e2e.crowds import together
 
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.store.run import Run
 
-SCENARIOS = Scenarios()
-together = SCENARIOS.together
 
-
-@together
+@together("local")
 def test_a_stage_succeeds_and_hands_its_outputs_over(begin: Callable):
     """XCom contains outputs by name and the report; the task log has the training's output, once (F2).
 
@@ -42,7 +39,7 @@ def test_a_stage_succeeds_and_hands_its_outputs_over(begin: Callable):
     assert not any("event=" in line or "run=" in line for line in log)
 
 
-@together
+@together("local")
 def test_the_task_log_holds_every_line_over_five_deferrals(begin: Callable):
     """Airflow drops a trigger's log at a deferral; the task's has all 150 lines once (F1) (feature E11)."""
     run = begin("stage", steps=150, pause=0.4)

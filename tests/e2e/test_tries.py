@@ -8,15 +8,13 @@ import signal
 from collections.abc import Callable
 
 import psutil
-from e2e.crowds import Scenarios
+from e2e.crowds import together
 
 from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.store.run import Run
 
 LONG = 600
 """More steps than any test waits for."""
-SCENARIOS = Scenarios()
-together = SCENARIOS.together
 
 
 def kill_execution(run) -> None:
@@ -58,7 +56,7 @@ def goes_on(run) -> None:
     run.check()
 
 
-@together
+@together("local")
 def test_retries_of_a_recreated_dag_run_go_on(begin: Callable):
     """The DAG run is recreated after the third try; its first try is lost before it starts (A1)."""
     run = begin("held", steps=LONG)
@@ -87,7 +85,7 @@ def test_retries_of_a_recreated_dag_run_go_on(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_an_older_try_that_wakes_late_writes_nothing(begin: Callable):
     """Its supervisor was killed while it slept, and the next try trains (A2)."""
     run = begin("held", held="asleep", steps=LONG)
@@ -110,7 +108,7 @@ def test_an_older_try_that_wakes_late_writes_nothing(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_machines_that_do_not_answer_use_up_no_retry(begin: Callable):
     """The first execution is cut off after the start of its attempt; the next one finds it running (A7)."""
     run = begin("held_without_retries", held="unanswered", steps=60)
@@ -125,7 +123,7 @@ def test_machines_that_do_not_answer_use_up_no_retry(begin: Callable):
     run.check()
 
 
-@together
+@together("local")
 def test_a_retry_of_a_cancelled_run_halts(begin: Callable):
     """The worker dies before it acts on the cancel, and a sibling is cleared; a clear resumes it (A3)."""
     run = begin("held", held="after", steps=LONG)
@@ -144,7 +142,7 @@ def test_a_retry_of_a_cancelled_run_halts(begin: Callable):
     goes_on(run)
 
 
-@together
+@together("local")
 def test_a_clear_while_a_worker_runs_a_cancelled_task_goes_on(begin: Callable):
     """Airflow sets ``max_tries`` once the executor reports the old try as gone: that is a clear (A3)."""
     run = begin("held", held="after", steps=LONG)
@@ -159,7 +157,7 @@ def test_a_clear_while_a_worker_runs_a_cancelled_task_goes_on(begin: Callable):
     goes_on(run)
 
 
-@together
+@together("local")
 def test_a_crash_right_after_the_delivery_trains_nothing_again(begin: Callable):
     """Airflow has the task as failed; a clear delivers, the next one trains from the start (A4)."""
     run = begin("held_without_retries", held="delivered", steps=5)
