@@ -105,7 +105,7 @@ def demo(
     try:
         with _interruptible():
             code = Demo(home, folder, _console(to_stderr=as_json), place, conf).run(
-                serve=serve, on_end=_print_json if as_json else None
+                serve=serve, on_end=(lambda body: click.echo(json.dumps(body))) if as_json else None
             )
     except KeyboardInterrupt:
         click.echo("interrupted: everything that was started is stopped", err=True)
@@ -464,10 +464,6 @@ def progress_words(status: Status) -> str:
     if moving:
         parts.append(moving)
     return ", ".join(parts) if parts else status.phase
-
-
-def _print_json(body: dict[str, Any]) -> None:
-    click.echo(json.dumps(body))
 
 
 def _console(*, to_stderr: bool = False) -> Console:

@@ -190,7 +190,7 @@ def market_options(command: _F) -> _F:
             table = joined(table, table_of((own_offer(text) for text in owned), label="your own machines"))
         scope = read_scope(scope_path, _known_clouds(clouds, table))
         _check_scope(scope, scope_path, table)
-        committed = _commitments if offers_path is None and nodes_file is None else _no_commitments
+        committed = _commitments if offers_path is None and nodes_file is None else lambda _: {}
         return command(*args, table=table, scope=scope, committed=committed, **kwargs)
 
     found: Any = with_market
@@ -233,11 +233,6 @@ def _commitments(offers: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:
     from envscaler_airflow.catalog.prices import PriceCache  # noqa: PLC0415  (only who refreshed prices waits for it)
 
     return PriceCache(folder).commitments(offers)
-
-
-def _no_commitments(_: Iterable[Offer]) -> Mapping[str, Mapping[str, float]]:
-    """Tables of the user have none."""
-    return {}
 
 
 def quantity(option: str, read: Callable[[str], float], text: str | None) -> float | None:

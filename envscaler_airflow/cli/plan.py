@@ -202,7 +202,8 @@ def _search(
     options: dict[str, Any],
 ) -> Plan:
     """The plan of what the options ask for."""
-    model = _model(options["job_name"], options["batch"])
+    name = options["job_name"]
+    model = None if name is None else job_model(job(name), gpu_facts(), batch=options["batch"])
     how = Search(
         scope=scope,
         speed_of=model,
@@ -255,10 +256,6 @@ def _commitment(made: Plan, committed: Committed) -> list[str]:
                 f"less than on demand if it is used for over {share:.0%} of that time"
             )
     return notes
-
-
-def _model(name: str | None, batch: float | None) -> JobModel | None:
-    return None if name is None else job_model(job(name), gpu_facts(), batch=batch)
 
 
 def _sold_out(store_url: str | None) -> Callable[[Offer], str | None] | None:

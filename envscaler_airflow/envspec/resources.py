@@ -98,22 +98,27 @@ class Gpu(Model):
         return self
 
 
-class Requests(Model):
-    """The minimum that an offer must have, which is reserved on a shared machine."""
+class Amounts(Model):
+    """CPU and memory of one node."""
 
     cpu: Cpu | None = None
     memory: Memory | None = None
-    gpu: Annotated[Gpu | None, BeforeValidator(_absent_when_zero)] = None
 
     @property
     def cpu_cores(self) -> float | None:
-        """Cores; None when not asked for."""
+        """Cores; None when the field is absent."""
         return None if self.cpu is None else cpu_cores(self.cpu)
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes; None when not asked for."""
+        """Bytes; None when the field is absent."""
         return None if self.memory is None else memory_bytes(self.memory)
+
+
+class Requests(Amounts):
+    """The minimum that an offer must have, which is reserved on a shared machine."""
+
+    gpu: Annotated[Gpu | None, BeforeValidator(_absent_when_zero)] = None
 
     @property
     def memory_gib(self) -> float | None:
@@ -132,22 +137,10 @@ class GpuLimit(Model):
     count: Annotated[int, Field(strict=True, ge=0, le=64)]
 
 
-class Limits(Model):
+class Limits(Amounts):
     """The maximum that the stage may use."""
 
-    cpu: Cpu | None = None
-    memory: Memory | None = None
     gpu: GpuLimit | None = None
-
-    @property
-    def cpu_cores(self) -> float | None:
-        """Cores; None is unlimited."""
-        return None if self.cpu is None else cpu_cores(self.cpu)
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Bytes; None is unlimited."""
-        return None if self.memory is None else memory_bytes(self.memory)
 
 
 class Resources(Model):

@@ -32,6 +32,18 @@ TARGET_BELOW = 20.0
 """And in below 50. Chosen: the work of two nodes at 50 fills one, and some room."""
 
 
+def _counted(value: str, units: tuple[str, ...], problem: str) -> dict[str, float]:
+    """``3 samples`` as ``{"samples": 3}``, ``5m`` as ``{"seconds": 300}``."""
+    number, _, unit = value.strip().partition(" ")
+    unit = unit.strip().removesuffix("s")
+    if unit in units and number.isascii() and number.isdigit() and len(number) <= 6:
+        return {f"{unit}s": int(number)}
+    try:
+        return {"seconds": duration_s(value)}
+    except ValueError:
+        raise fault(f"{value!r:.60} {problem}") from None
+
+
 class Every(Model):
     """One of a time, a number of steps or a number of epochs: ``10m``, ``100 steps``, ``1 epoch``."""
 
@@ -43,14 +55,7 @@ class Every(Model):
     @classmethod
     def _read(cls, value: Any) -> Any:
         if isinstance(value, str):
-            number, _, unit = value.strip().partition(" ")
-            unit = unit.strip().removesuffix("s")
-            if unit in ("step", "epoch") and number.isascii() and number.isdigit() and len(number) <= 6:
-                return {f"{unit}s": int(number)}
-            try:
-                return {"seconds": duration_s(value)}
-            except ValueError:
-                raise fault(f'{value!r:.60} is no interval; write "10m", "100 steps" or "1 epoch"') from None
+            return _counted(value, ("step", "epoch"), 'is no interval; write "10m", "100 steps" or "1 epoch"')
         if isinstance(value, dict | Every):
             return value
         raise fault(f'{value!r:.60} has no unit; write "10m", "100 steps" or "1 epoch"')
@@ -95,18 +100,7 @@ class Hold(Model):
         if isinstance(value, int) and not isinstance(value, bool):
             return {"samples": value}
         if isinstance(value, str):
-            number, _, unit = value.strip().partition(" ")
-            if (
-                unit.strip() in ("sample", "samples")
-                and number.isascii()
-                and number.isdigit()
-                and len(number) <= 6
-            ):
-                return {"samples": int(number)}
-            try:
-                return {"seconds": duration_s(value)}
-            except ValueError:
-                raise fault(f'{value!r:.60} is no time to hold; write "3 samples" or "5m"') from None
+            return _counted(value, ("sample",), 'is no time to hold; write "3 samples" or "5m"')
         if isinstance(value, dict | Hold):
             return value
         raise fault(f'{value!r:.60} is no time to hold; write "3 samples" or "5m"')

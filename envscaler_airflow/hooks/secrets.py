@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from airflow.sdk import BaseHook, Variable
@@ -37,14 +37,6 @@ def resolve_secret(reference: str) -> str:
     return value
 
 
-def _from_env(reference: Reference) -> str | None:
-    return os.environ.get(reference.name)
-
-
-def _from_variable(reference: Reference) -> str | None:
-    return _text(_variable(reference.name))
-
-
 def _from_connection(reference: Reference) -> str | None:
     try:
         connection = BaseHook.get_connection(reference.name)
@@ -76,9 +68,9 @@ def _text(value: Any) -> str | None:
     return None if value is None or value == "" else str(value)
 
 
-_READERS = {
-    "env": _from_env,
-    "variable": _from_variable,
+_READERS: dict[str, Callable[[Reference], str | None]] = {
+    "env": lambda reference: os.environ.get(reference.name),
+    "variable": lambda reference: _text(_variable(reference.name)),
     "connection": _from_connection,
     "secret": _from_secret,
 }

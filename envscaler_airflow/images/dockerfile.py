@@ -103,7 +103,7 @@ def render_dockerfile(
         _system_packages(_packages(spec, known, requirements), known, has_ca=options.has_ca),
         _user(),
         python.install(spec, requirements, has_ca=options.has_ca),
-        _agent() if options.has_agent else "",
+        f"COPY envscaler/ {AGENT}/\n" if options.has_agent else "",
         f"WORKDIR {APP}\n",
         f"COPY --chown={UID}:{UID} work/ {APP}/\n" if options.has_workdir else "",
         _variables(spec, python, has_agent=options.has_agent),
@@ -248,10 +248,6 @@ def _copies(names: list[str], requirements: Requirements) -> str:
     if requirements.files and requirements.locked is None:
         text += f"COPY {FOLDER}/ /opt/build/{FOLDER}/\n"
     return text
-
-
-def _agent() -> str:
-    return f"COPY envscaler/ {AGENT}/\n"
 
 
 def _variables(spec: EnvSpec, python: _Python, *, has_agent: bool) -> str:

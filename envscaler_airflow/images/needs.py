@@ -260,17 +260,13 @@ def local_source_faults(spec: EnvSpec) -> list[str]:
     """
     found = []
     for index, volume in enumerate(spec.volumes):
-        if volume.kind == "hdfs" and not _has_module("pyarrow"):
+        if volume.kind == "hdfs" and importlib.util.find_spec("pyarrow") is None:
             found.append(
                 f"volumes[{index}].source: {volume.source} is HDFS, which a stage on local opens by pyarrow "
                 "and a Hadoop client, and pyarrow is not installed; pip install pyarrow, write another "
                 "source such as s3://bucket/path, or one for local under targets"
             )
     return found
-
-
-def _has_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def lacking_extras(spec: EnvSpec, store_url: str | None) -> list[str]:

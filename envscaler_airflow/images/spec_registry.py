@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import total_ordering
 from importlib import resources
 from pathlib import Path
@@ -279,9 +279,10 @@ class SpecRegistry:
             uri = self.store.uri(path)
             raise StoreError(f"{uri}: cannot be told whether it was published; try again{why}")
         if there.sha256 != entry.sha256:
+            following = replace(entry.version, patch=entry.version.patch + 1, pre=())
             raise SpecError(
                 f"{entry.name}@{entry.version} was published by {there.by}{there.published} with other "
-                f"content, and stays; write a new version, such as {_next(entry.version)}"
+                f"content, and stays; write a new version, such as {following}"
             )
         return there
 
@@ -427,10 +428,6 @@ def _is_version(text: str) -> bool:
     except SpecError:
         return False
     return True
-
-
-def _next(version: Version) -> Version:
-    return Version(version.major, version.minor, version.patch + 1)
 
 
 def _write(path: Path, text: str) -> None:

@@ -30,6 +30,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 _SCHEMES = frozenset({"", "file", "s3", "gs", "gcs", "abfs", "abfss", "az", "oss"})
 """Store URLs that a DAG may name. Chosen: folders and buckets; others could send the API server anywhere."""
 
@@ -63,11 +64,11 @@ def _page(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[str, 
     try:
         found = _find(dag_id, run_id, task_id, map_index)
     except StoreError as err:
-        return message_page("The run store cannot be read now", str(err), again=True), _unavailable()
+        return message_page("The run store cannot be read now", str(err), again=True), _UNAVAILABLE
     except ProtocolError as err:
         return message_page("The record of this run is broken", str(err)), HTTPStatus.BAD_GATEWAY
     except SpecError as err:
-        return message_page("There is no run store to read", str(err)), _unavailable()
+        return message_page("There is no run store to read", str(err)), _UNAVAILABLE
     if isinstance(found, str):
         return message_page("No training has begun here", found, again=True), HTTPStatus.NOT_FOUND
     facts, now = found
@@ -132,7 +133,3 @@ def _index(text: str) -> int:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value not in ("", "None") else None
-
-
-def _unavailable() -> HTTPStatus:
-    return HTTPStatus.SERVICE_UNAVAILABLE

@@ -423,7 +423,7 @@ class Snapshots:
             snapshot=selection.fingerprint,
             snapshot_step=progress.step,
             snapshot_epoch=progress.epoch,
-            name_step=_step_of(name, context),
+            name_step=max(context.memory.state.name_step, int(name.split("-")[2])),
         )
         return name
 
@@ -478,7 +478,3 @@ def left_out_words(selection: Selection) -> str | None:
 def snapshot_facts(spool: Spool, name: str) -> Path:
     """Path of the facts of snapshot *name*: beside it, because its own files may have any name."""
     return spool.checkpoints / f"{name}.snapshot.json"
-
-
-def _step_of(name: str, context: SidecarContext) -> int:
-    return max(context.memory.state.name_step, int(name.split("-")[2]))

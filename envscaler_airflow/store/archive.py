@@ -417,10 +417,5 @@ def _write_file(tar: tarfile.TarFile, info: tarfile.TarInfo, target: Root) -> No
     source = tar.extractfile(info)
     assert source is not None
     mode = 0o755 if info.mode & stat.S_IXUSR else 0o644
-    with target.landing(_clean(info.name), mode=mode) as out:
+    with target.landing(str(PurePosixPath(info.name)), mode=mode) as out:
         shutil.copyfileobj(source, out, COPY_BYTES)
-
-
-def _clean(name: str) -> str:
-    """*name* without empty and ``.`` parts."""
-    return str(PurePosixPath(name))

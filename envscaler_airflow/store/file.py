@@ -375,14 +375,10 @@ def _remove_tree(last: str, folder: int) -> None:
 
 def _walk_sizes(folder: int) -> Iterator[tuple[str, int]]:
     """Names and sizes of the regular files below *folder*; links are not followed."""
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    for entry in found:
-        if not is_name(entry.name):
-            continue
+    for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):
             yield from _walk_into(folder, entry.name)
-        elif entry.is_file(follow_symlinks=False) and not _TEMPORARY.match(entry.name):
+        else:
             with suppress(FileNotFoundError):
                 yield entry.name, entry.stat(follow_symlinks=False).st_size
 
@@ -402,13 +398,18 @@ def _walk_into(folder: int, part: str) -> Iterator[tuple[str, int]]:
 
 
 def _children(folder: int) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    for entry in found:
-        if not is_name(entry.name):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            if next(_walk_into(folder, entry.name), None) is not None:
-                yield entry.name
-        elif entry.is_file(follow_symlinks=False) and not _TEMPORARY.match(entry.name):
+    for entry in _entries(folder):
+        if entry.is_file(follow_symlinks=False) or next(_walk_into(folder, entry.name), None) is not None:
             yield entry.name
+
+
+def _entries(folder: int) -> list[os.DirEntry[str]]:
+    """Folders and regular files that a store's name may have."""
+    with os.scandir(folder) as entries:
+        named = [entry for entry in entries if is_name(entry.name)]
+    return [
+        entry
+        for entry in named
+        if entry.is_dir(follow_symlinks=False)
+        or (entry.is_file(follow_symlinks=False) and not _TEMPORARY.match(entry.name))
+    ]

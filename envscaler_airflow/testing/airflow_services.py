@@ -226,33 +226,26 @@ class AirflowServices(AirflowApi):
         return killed
 
     def _run(self, *arguments: str) -> None:
-        with (self.home / "commands.log").open("ab") as log:
-            done = subprocess.run(
+        log = self.home / "commands.log"
+        code = self._airflow(log, *arguments).wait()
+        if code != 0:
+            raise RuntimeError(f"airflow {' '.join(arguments)}: exit code {code}\n{_tail(log)}")
+
+    def _launch(self, component: Component) -> None:
+        self._started[component] = self._airflow(self.log(component), component)
+        note_session(self.home, self._started[component].pid)
+
+    def _airflow(self, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        with log.open("ab") as file:
+            return subprocess.Popen(
                 [sys.executable, "-m", "airflow", *arguments],
                 env=self.env,
                 cwd=self.home,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                check=False,
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
             )
-        if done.returncode != 0:
-            tail = _tail(self.home / "commands.log")
-            raise RuntimeError(f"airflow {' '.join(arguments)}: exit code {done.returncode}\n{tail}")
-
-    def _launch(self, component: Component) -> None:
-        with self.log(component).open("ab") as log:
-            self._started[component] = subprocess.Popen(
-                [sys.executable, "-m", "airflow", component],
-                env=self.env,
-                cwd=self.home,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        note_session(self.home, self._started[component].pid)
 
     def _end(self, *components: Component) -> None:
         for component in components:
@@ -282,7 +275,7 @@ class AirflowServices(AirflowApi):
         jobs = self.call("GET", "/jobs", job_state="running", order_by="-start_date", limit=20)["jobs"]
         kind = {"scheduler": "SchedulerJob", "dag-processor": "DagProcessorJob", "triggerer": "TriggererJob"}
         begun = [job["start_date"] for job in jobs if job["job_type"] == kind[component]]
-        return any(_epoch(start) >= since for start in begun)
+        return any(datetime.fromisoformat(start).timestamp() >= since for start in begun)
 
 
 def _settings(home: Path, dags: Path, url: str) -> dict[str, dict[str, object]]:
@@ -354,10 +347,6 @@ def _session(pid: int) -> int | None:
 
 def _tail(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-40:])
-
-
-def _epoch(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ def this_machine() -> Machine:
         cpus=_cpus(),
         memory_bytes=_memory_bytes(),
         gpus=_gpus(),
-        arch=_arch(),
+        arch="arm64" if platform.machine() in ("arm64", "aarch64") else "x86_64",
         identity=this_identity(),
     )
 
@@ -120,10 +120,6 @@ def _link(path: str) -> str:
         return str(Path(path).readlink())
     except OSError:
         return ""
-
-
-def _arch() -> str:
-    return "arm64" if platform.machine() in ("arm64", "aarch64") else "x86_64"
 
 
 def _cpus() -> tuple[int, ...]:

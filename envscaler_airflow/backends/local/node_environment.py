@@ -50,7 +50,9 @@ def node_env(
     env |= {SECRET_PREFIX + name: value for name, value in secrets.items()}
     env["ENVSCALER_SPOOL"] = spool
     if not _is_installed():
-        env["PYTHONPATH"] = _joined(dict.fromkeys([_own_root(), str(package_root())]), env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = _joined(
+            dict.fromkeys([str(Path(__file__).parents[3]), str(package_root())]), env.get("PYTHONPATH")
+        )
     return env
 
 
@@ -108,10 +110,6 @@ def _is_installed() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _own_root() -> str:
-    return str(Path(__file__).parents[3])
 
 
 def _joined(first: Iterable[str], rest: str | None) -> str:
