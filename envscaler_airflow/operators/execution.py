@@ -29,10 +29,10 @@ from envscaler_airflow.owner.stage import (
     Waiting,
     Wake,
     Watching,
-    is_passing,
+    is_transient,
     watched_now,
+    watching_until_retry,
 )
-from envscaler_airflow.owner.stage import postponed as again
 from envscaler_airflow.run import Actor, AttemptState, Event, RunState
 from envscaler_airflow.run.cost import Bill
 from envscaler_airflow.run.event_bodies import AttemptEnded, NewGeneration
@@ -302,7 +302,7 @@ def postponed(
         event: Why it ran; None for ``execute``.
         watched: What its trigger watched, ``prefix``, ``watching`` and ``watched_s``; None without a trigger.
     """
-    if not is_passing(err):
+    if not is_transient(err):
         return None
     if watched is not None:
         known, prefix = Watching.from_dict(watched["watching"]), str(watched["prefix"])
@@ -315,7 +315,7 @@ def postponed(
         return None  # no attempt was begun, as far as is known: an ordinary retry
     wake = Wake() if event is None else Wake.from_dict(event)
     watched_s = float((watched or {}).get("watched_s", 0.0))
-    after = again(known, wake, watched_s=watched_s, least_s=settle_s())
+    after = watching_until_retry(known, wake, watched_s=watched_s, least_s=settle_s())
     return None if after is None else (prefix, after)
 
 

@@ -199,7 +199,7 @@ class EnvStageOperator(_Connected):
         from envscaler_airflow.owner.stage import (  # noqa: PLC0415  (as above)
             SupersededError,
             Waiting,
-            is_passing,
+            is_transient,
         )
 
         execution = None
@@ -212,7 +212,7 @@ class EnvStageOperator(_Connected):
                 goes_on = isinstance(result, Waiting)
             except EnvScalerError as err:
                 is_ours = not isinstance(err, SupersededError)  # which writes nothing, not even its log's end
-                goes_on = is_passing(err)
+                goes_on = is_transient(err)
                 raise
             finally:
                 if is_ours:

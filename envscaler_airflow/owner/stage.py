@@ -204,7 +204,7 @@ PATIENCE_S = 1800.0
 without an owner has saved and ended. Chosen: the last saves of a large model fit."""
 
 
-def is_passing(err: EnvScalerError) -> bool:
+def is_transient(err: EnvScalerError) -> bool:
     """Return True for faults that may pass by themselves: no answer of the backend, or any store error.
 
     A store that refuses access, as with expired credentials, stops no training; each execution logs it.
@@ -212,7 +212,9 @@ def is_passing(err: EnvScalerError) -> bool:
     return isinstance(err, StoreError) or (isinstance(err, BackendError) and err.transient)
 
 
-def postponed(watching: Watching, wake: Wake, *, watched_s: float, least_s: float) -> Watching | None:
+def watching_until_retry(
+    watching: Watching, wake: Wake, *, watched_s: float, least_s: float
+) -> Watching | None:
     """Return what to watch until the next execution; None to leave the retry to Airflow.
 
     Args:

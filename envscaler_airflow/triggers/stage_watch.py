@@ -85,21 +85,11 @@ class StageWatcher:
         self._waits = run.lease.known().waits
         self._is_begun = False
         self._logged = frozenset({self._waits} - {""})
-        backend = _shared(compute)
+        backend, attempt = _shared(compute), (watching.generation, watching.attempt)
         self._watch = AttemptWatcher(
-            run=run,
-            backend=backend,
-            watching=watching,
-            monotonic=monotonic,
-            poll_s=poll_s,
+            run=run, backend=backend, watching=watching, monotonic=monotonic, poll_s=poll_s
         )
-        self._tail = Tail(
-            run,
-            attempt=(watching.generation, watching.attempt),
-            nodes=self._nodes,
-            holder=holder,
-            monotonic=monotonic,
-        )
+        self._tail = Tail(run, attempt=attempt, nodes=self._nodes, holder=holder, monotonic=monotonic)
         self._transfers = TransferNews(nodes=self._nodes, monotonic=monotonic)
         self._sensor: SensorWatch | None = None
         if watching.attempt and _is_scaled(run):

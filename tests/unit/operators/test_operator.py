@@ -97,6 +97,23 @@ def test_execute_starts_an_attempt_and_defers(world):
     assert len(world.backend.live) == 1
 
 
+def test_an_execution_opens_the_event_log_once(world, monkeypatch):
+    """The owner, the task's log and the stage's terms share it: none reads the events again (F1)."""
+    opened, init = [], EventLog.__init__
+
+    def counted(self, run, **options):
+        opened.append(run.prefix)
+        init(self, run, **options)
+
+    monkeypatch.setattr(EventLog, "__init__", counted)
+    operator = world.operator()
+    world.execute(operator)
+    assert opened == [PREFIX]
+
+    world.deferral(lambda: world.resume(operator, Ti()))
+    assert opened == [PREFIX] * 2
+
+
 def test_success_pushes_each_output_and_returns_the_report(world):
     """``train.output["model"]`` is the output's URI (feature E9)."""
     operator, ti = world.operator(), Ti()
@@ -135,7 +152,7 @@ def test_an_error_of_the_store_is_retried_by_airflow(world, monkeypatch):
     assert not isinstance(caught.value, AirflowFailException)
 
 
-def test_a_slice_of_an_old_try_does_nothing(world):
+def test_a_execution_of_an_old_try_does_nothing(world):
     """A new try owns the run: the old one ends without a retry, and changes nothing."""
     operator, old = world.operator(), Ti(1)
     world.execute(operator, old)
@@ -148,7 +165,7 @@ def test_a_slice_of_an_old_try_does_nothing(world):
     assert world.log.load().number == before
 
 
-def test_a_changed_spec_file_does_not_disturb_a_resumed_slice(world):
+def test_a_changed_spec_file_does_not_disturb_a_resumed_execution(world):
     """A generation runs on its frozen spec; a DAG file broken meanwhile counts from the next clear."""
     operator, ti = world.operator(), Ti()
     world.execute(operator, ti)

@@ -9,7 +9,7 @@ from fakes.operator_world import PREFIX, Ti, operator_world
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.operators import execution
 from envscaler_airflow.owner.run_watch import AttemptWatcher
-from envscaler_airflow.owner.stage import Wake, Watching, is_passing, postponed
+from envscaler_airflow.owner.stage import Wake, Watching, is_transient, watching_until_retry
 from envscaler_airflow.run.event_bodies import StopRequested
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ManualClock
@@ -169,12 +169,12 @@ def test_a_postponed_execution_is_woken_after_its_pause_and_hears_a_newer_owner_
     """An attempt that ended long ago is reported after 15 s, a takeover by another try at once (A7)."""
     operator, clock = world.operator(), ManualClock()
     known = watching_of(world.execute(operator))
-    watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
+    watch = watch_of(world, watching_until_retry(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
     world.backend.end(world.handle)
     early = watch.poll()
     clock.advance(15)
     late = watch.poll()
-    other = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
+    other = watch_of(world, watching_until_retry(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
     world.execute(operator, Ti(2))
 
     assert early is None
@@ -186,7 +186,7 @@ def test_a_request_that_came_in_a_pause_is_not_lost(world):
     """The trigger reports it once the pause is over (A7)."""
     clock = ManualClock()
     known = watching_of(world.execute(world.operator()))
-    watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
+    watch = watch_of(world, watching_until_retry(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
     world.log.append_request(StopRequested(reason="enough"))
     early = [watch.poll(), watch.poll()]
     clock.advance(15)
@@ -199,7 +199,7 @@ def test_a_pause_that_ends_without_news_wakes_the_owner_all_the_same(world):
     """The reason for the wake may be gone, and the owner's reaction was interrupted (A7)."""
     clock = ManualClock()
     known = watching_of(world.execute(world.operator()))
-    watch = watch_of(world, postponed(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
+    watch = watch_of(world, watching_until_retry(known, Wake("status"), watched_s=0.0, least_s=7.0), clock)
     clock.advance(15)
 
     assert watch.poll().detail == "tried again, since there was no answer"
@@ -207,6 +207,6 @@ def test_a_pause_that_ends_without_news_wakes_the_owner_all_the_same(world):
 
 def test_a_store_that_refuses_may_let_in_again_and_machines_that_refuse_do_not():
     """Credentials expire over a weekend; revoking a permission is a decision of an administrator (A7)."""
-    assert is_passing(StoreError("AccessDenied", status=403))
-    assert is_passing(AWAY)
-    assert not is_passing(REFUSED)
+    assert is_transient(StoreError("AccessDenied", status=403))
+    assert is_transient(AWAY)
+    assert not is_transient(REFUSED)
