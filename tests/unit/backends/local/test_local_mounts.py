@@ -195,9 +195,7 @@ def test_validate_says_what_this_machine_cannot_mount(tmp_path, monkeypatch):
     monkeypatch.setattr(volumes, "no_mounts", lambda: why)
     for name in ("mount_faults", "mount_warnings"):
         real = getattr(volumes, name)
-        monkeypatch.setattr(
-            f"envscaler_airflow.cli.validate.{name}", lambda *words, real=real: real(*words, why=lambda: why)
-        )
+        monkeypatch.setattr(volumes, name, lambda *words, real=real: real(*words, why=lambda: why))
     path = tmp_path / "spec.yaml"
     path.write_text(
         "version: v1\nname: s\nbase: {image: 'python:3.11-slim'}\noutputs: {model: /output-of-a-test/model}\n"
