@@ -74,7 +74,7 @@ def _variable(kind: str, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class SessionSettings:
     """Settings of the wrapper and of ``Session``, which reach ``start.json`` as they are.
 
     Attributes:
@@ -97,7 +97,7 @@ class Session:
     success: str | None = None
 
     @classmethod
-    def of(cls, spec: EnvSpec) -> Session:
+    def of(cls, spec: EnvSpec) -> SessionSettings:
         """The settings of *spec*."""
         every = {} if spec.checkpoint is None else spec.checkpoint.every.model_dump(exclude_none=True)
         return cls(
@@ -111,7 +111,7 @@ class Session:
             success="all-steps" if spec.success == "all-steps" else None,
         )
 
-    def with_interval(self, seconds: float | None) -> Session:
+    def with_interval(self, seconds: float | None) -> SessionSettings:
         """Copy with checkpoints at least every *seconds*, if its interval is a time; None changes nothing."""
         every = (self.every or {}).get("seconds")
         if not seconds or every is None or every <= seconds:
@@ -151,7 +151,7 @@ class Launch:
     image_login: Reference | None = None
     most_nodes: int | None = None
     processes_per_node: int = 1
-    session: Session = field(default_factory=Session)
+    session: SessionSettings = field(default_factory=SessionSettings)
     keep: int = KEEP
     workdir_archive: str | None = None
 
@@ -204,7 +204,7 @@ def launch_of(spec: EnvSpec, nodes: int, *, workdir_archive: str | None = None) 
         image_login=login,
         most_nodes=spec.node_bounds.max if distributed is not None and distributed.elastic else None,
         processes_per_node=spec.processes_per_node,
-        session=Session.of(spec),
+        session=SessionSettings.of(spec),
         keep=KEEP if spec.checkpoint is None else spec.checkpoint.keep,
         workdir_archive=workdir_archive,
     )

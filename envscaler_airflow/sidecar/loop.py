@@ -14,7 +14,7 @@ from collections.abc import Callable
 from envscaler_agent.protocol import MAX_JSON_BYTES, Ended, Status, status_name
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.launch import Session
+from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.sidecar import owner_watch, setup
 from envscaler_airflow.sidecar.context import SidecarContext, WorkInterruptedError
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
@@ -43,7 +43,7 @@ class Heavy:
         self._checkpoints: Checkpoints | None = None
         self._outputs = Outputs(context)
         self._volumes = WriteBack(context)
-        self.session: Session | None = None
+        self.session: SessionSettings | None = None
 
     def step(self) -> None:
         """Do the next task.

@@ -13,7 +13,7 @@ from typing import Any
 from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import MAX_JSON_BYTES, Control, control_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
-from envscaler_airflow.launch import Session
+from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.sidecar import owner_watch
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.inputs import copy_in
@@ -136,7 +136,7 @@ def _workdir(context: SidecarContext) -> str | None:
     return str(work)
 
 
-def session_of(context: SidecarContext, control: Control) -> Session:
+def session_of(context: SidecarContext, control: Control) -> SessionSettings:
     """The launch's settings, with the interval between checkpoints that the owner requests."""
     return context.layout.session.with_interval(control.checkpoint_every_s)
 

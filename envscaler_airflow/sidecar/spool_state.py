@@ -32,7 +32,7 @@ from envscaler_agent.protocol import (
     parse_checkpoint_name,
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError
-from envscaler_airflow.launch import KEEP, Session
+from envscaler_airflow.launch import KEEP, SessionSettings
 from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.store.root import Root
 
@@ -81,7 +81,7 @@ class Layout(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    session: Session = Session()
+    session: SessionSettings = SessionSettings()
     keep: int = KEEP
     work: str | None = None
     workdir_archive: str | None = None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.launch import Session
+from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.owner import limits
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -168,4 +168,4 @@ def test_the_next_machine_is_told_how_often_to_save(new_world):
 )
 def test_the_training_s_side_saves_as_often_as_the_owner_asks(every, asked, got):
     """Only more often, and only where the spec counts seconds."""
-    assert Session(every=every).with_interval(asked).every == got
+    assert SessionSettings(every=every).with_interval(asked).every == got
