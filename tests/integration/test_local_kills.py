@@ -186,7 +186,7 @@ def test_a_node_outlives_the_worker_that_started_it(backend, tmp_path):
     go = tmp_path / "go"
     script = textwrap.dedent(f"""
         import json, os, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
         from pathlib import Path
         from test_local_kills import PROGRAMS, LocalBackend, request_for
         backend = LocalBackend(Path({str(tmp_path / "root")!r}), programs=PROGRAMS)
@@ -365,7 +365,7 @@ def test_a_submitter_killed_at_any_step_leaves_one_attempt_or_none(backend, tmp_
     script = textwrap.dedent(f"""
         import os, signal, subprocess, sys
         from pathlib import Path
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
         from envscaler_airflow.backends.local import backend as module
         from envscaler_airflow.backends.local.backend import _Start, files
         from test_local_kills import PROGRAMS, LocalBackend, request_for
@@ -398,7 +398,7 @@ def test_many_submitters_at_once_start_it_once(backend, tmp_path):
     script = textwrap.dedent(f"""
         import sys
         from pathlib import Path
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
         from test_local_kills import PROGRAMS, LocalBackend, request_for
         backend = LocalBackend(Path({str(tmp_path / "root")!r}), programs=PROGRAMS)
         print("ready", flush=True)
