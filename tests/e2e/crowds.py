@@ -54,7 +54,7 @@ class ByAirflow(LoadFileScheduling):
 
 
 class Crowd:
-    """The selected scenarios of this process; all of them start with the first whose result is asked for.
+    """The selected scenarios of this process; all of them start when the first result is requested.
 
     Args:
         items: All selected tests, also those of other processes.
