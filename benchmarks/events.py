@@ -34,7 +34,7 @@ def events(attempts: int) -> list[Event]:
                 "attempt-intended",
                 {**name, "allocation": allocation, "reason": "after: lost", "spec_hash": "0" * 64},
             ),
-            ("attempt-started", {**name, "handle": {"kind": "local", "name": f"run-g1-a{number}"}}),
+            ("attempt-started", {**name, "handle": {"backend": "local", "name": f"run-g1-a{number}"}}),
             ("attempt-ended", {**name, "outcome": "lost", "step": number, "checkpoint_step": number}),
         ]
     actor = Actor("018f0000-0000-7000-8000-000000000000", 1, 3)
