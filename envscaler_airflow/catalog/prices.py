@@ -20,7 +20,7 @@ from envscaler_airflow.clouds import Commitment, Fetched, PriceFeed, Quote, usd_
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.planning.offers import InstanceType, Offer
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Positive, Record
 from envscaler_airflow.planning.table import CAPACITIES, InstanceDetails, OfferTable, Row, build_table
 
 OUTLIER_FACTOR = 5.0
@@ -50,14 +50,8 @@ TERMS: tuple[Commitment, ...] = ("1m", "1y", "3y")
 class Price(Record):
     """A price and the time when it was last seen, seconds since the epoch of this machine's clock."""
 
-    usd: float
-    at: float
-
-    def __post_init__(self) -> None:
-        """Reject an invalid price."""
-        check_finite(usd=self.usd, at=self.at)
-        if self.usd == 0:
-            raise ValueError("usd must be > 0")
+    usd: Positive[float]
+    at: NotNegative[float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Positive, Record
 
 _SLACK_S = 1e-6
 """Tolerance in seconds for rounding errors of a sum of floats above a whole unit. Chosen."""
@@ -22,15 +22,9 @@ class Billing(Record):
         source: Where the provider states it.
     """
 
-    unit_s: float
-    minimum_s: float = 0.0
+    unit_s: Positive[float]
+    minimum_s: NotNegative[float] = 0.0
     source: str = ""
-
-    def __post_init__(self) -> None:
-        """Reject NaN and a unit of zero."""
-        check_finite(unit_s=self.unit_s, minimum_s=self.minimum_s)
-        if self.unit_s == 0:
-            raise ValueError("unit_s must be > 0")
 
     def billed_s(self, held_s: float) -> float:
         """Seconds billed for a machine that is allocated for *held_s*."""
@@ -48,13 +42,9 @@ class Charges(Record):
         billing: How the time is rounded up; None: no rounding.
     """
 
-    once_usd: float = 0.0
+    once_usd: NotNegative[float] = 0.0
     billing: Billing | None = None
-    disk_usd_per_hour: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Reject NaN."""
-        check_finite(once_usd=self.once_usd, disk_usd_per_hour=self.disk_usd_per_hour)
+    disk_usd_per_hour: NotNegative[float] = 0.0
 
     def usd(self, held_s: float, usd_per_hour: float) -> float:
         """Total charge for machines that cost *usd_per_hour* together and are allocated for *held_s*."""
@@ -78,17 +68,9 @@ class Tariff(Record):
     """
 
     billing: Billing | None = None
-    usd_per_gib_between: float | None = None
-    usd_per_gib_out: float | None = None
-    usd_per_gib_month: float | None = None
-
-    def __post_init__(self) -> None:
-        """Reject NaN."""
-        check_finite(
-            usd_per_gib_between=self.usd_per_gib_between,
-            usd_per_gib_out=self.usd_per_gib_out,
-            usd_per_gib_month=self.usd_per_gib_month,
-        )
+    usd_per_gib_between: NotNegative[float] | None = None
+    usd_per_gib_out: NotNegative[float] | None = None
+    usd_per_gib_month: NotNegative[float] | None = None
 
 
 Tariffs = Mapping[str, Tariff]

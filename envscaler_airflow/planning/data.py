@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF, Tariffs
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 
 if TYPE_CHECKING:
     from envscaler_airflow.envspec import EnvSpec
@@ -34,13 +34,9 @@ class DataPlace(Record):
     name: str
     cloud: str
     region: str
-    gib: float | None = None
+    gib: NotNegative[float] | None = None
     zone: str | None = None
     is_bound: bool = False
-
-    def __post_init__(self) -> None:
-        """Reject NaN."""
-        check_finite(gib=self.gib)
 
     @property
     def place(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from envscaler_airflow.envspec.quantities import GPU_MEMORY_USABLE
 from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.performance import Speed, SpeedSource
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.throughput import Gpu, Step, Timing, fit_step, moved
 
@@ -52,20 +52,11 @@ class Footprint(Record):
         is_sharded: Parameters are sharded over all GPUs (FSDP, ZeRO 3).
     """
 
-    params: float
-    bytes_each: float
-    sample_bytes: float = 0.0
-    fixed_bytes: float = 0.0
+    params: NotNegative[float]
+    bytes_each: NotNegative[float]
+    sample_bytes: NotNegative[float] = 0.0
+    fixed_bytes: NotNegative[float] = 0.0
     is_sharded: bool = False
-
-    def __post_init__(self) -> None:
-        """Reject NaN and negative sizes."""
-        check_finite(
-            params=self.params,
-            bytes_each=self.bytes_each,
-            sample_bytes=self.sample_bytes,
-            fixed_bytes=self.fixed_bytes,
-        )
 
     def static_bytes(self, gpus: int) -> float:
         """Bytes that each GPU needs before the first sample."""
@@ -104,8 +95,8 @@ class Job(Record):
     name: str
     title: str
     unit: str
-    flops: float
-    moved_bytes: float
+    flops: NotNegative[float]
+    moved_bytes: NotNegative[float]
     precision: str
     reference_gpu: str
     step: Step
@@ -114,15 +105,14 @@ class Job(Record):
     max_batch: float
     least_local: float = 1.0
     local_batch: float | None = None
-    noise: float | None = None
-    input_cpu_s: float = 0.0
+    noise: NotNegative[float] | None = None
+    input_cpu_s: NotNegative[float] = 0.0
     is_measured: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
         """Reject NaN and a batch of zero."""
-        check_finite(flops=self.flops, moved_bytes=self.moved_bytes, noise=self.noise)
-        check_finite(input_cpu_s=self.input_cpu_s)
+        Record.__post_init__(self)
         if not 0 < self.batch <= self.max_batch < math.inf:
             raise ValueError(
                 f"batch must be > 0 and at most max_batch, got {self.batch!r}, {self.max_batch!r}"

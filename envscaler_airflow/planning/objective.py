@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from envscaler_airflow.planning.billing import Charges
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.planning.performance import Z_80, Speed
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Positive, Record, check_finite
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -39,16 +39,10 @@ class Overheads(Record):
         checkpoint_every_s: Seconds of training between two checkpoints; None: there are none.
     """
 
-    start_s: float = 0.0
-    start_stdev_s: float = 0.0
-    checkpoint_s: float = 0.0
-    checkpoint_every_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Reject NaN and negative seconds."""
-        check_finite(start_s=self.start_s, start_stdev_s=self.start_stdev_s, checkpoint_s=self.checkpoint_s)
-        if self.checkpoint_every_s is not None and not 0 < self.checkpoint_every_s < math.inf:
-            raise ValueError(f"checkpoint_every_s must be finite and > 0, got {self.checkpoint_every_s!r}")
+    start_s: NotNegative[float] = 0.0
+    start_stdev_s: NotNegative[float] = 0.0
+    checkpoint_s: NotNegative[float] = 0.0
+    checkpoint_every_s: Positive[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

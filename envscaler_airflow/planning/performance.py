@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Positive, Record
 
 SpeedSource = Literal["measured", "stated", "fitted", "datasheet", "user", "bound"]
 """``bound``: not a trusted speed, but a lower limit."""
@@ -36,16 +36,10 @@ class Speed(Record):
         seconds: Training seconds over which it was measured; 0 when it was not measured.
     """
 
-    mean: float
-    stdev: float
+    mean: Positive[float]
+    stdev: NotNegative[float]
     source: SpeedSource = "measured"
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Reject NaN and a speed that would never finish."""
-        if not 0 < self.mean < math.inf:
-            raise ValueError(f"mean must be finite and > 0, got {self.mean!r}")
-        check_finite(stdev=self.stdev, seconds=self.seconds)
+    seconds: NotNegative[float] = 0.0
 
     @property
     def relative_stdev(self) -> float:
@@ -80,15 +74,9 @@ class Speedup(Record):
 
     offer: str
     relative_to: str
-    mean: float
-    stdev: float
+    mean: Positive[float]
+    stdev: NotNegative[float]
     source: str = ""
-
-    def __post_init__(self) -> None:
-        """Reject NaN and a ratio of zero."""
-        if not 0 < self.mean < math.inf:
-            raise ValueError(f"mean must be finite and > 0, got {self.mean!r}")
-        check_finite(stdev=self.stdev)
 
     def applied_to(self, base: Speed) -> Speed:
         """Speed of *offer*, computed from that of *relative_to*. Relative variances add up."""

@@ -20,7 +20,7 @@ from envscaler_airflow.planning.objective import (
 )
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.planning.performance import Speed
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits, node_counts
 
 _UNKNOWN_LAST = float("inf")
@@ -38,17 +38,9 @@ class Goal(Record):
     """
 
     strategy: Strategy = "cost"
-    value_of_hour_usd: float | None = None
-    budget_usd: float | None = None
-    deadline_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Reject NaN and negative limits."""
-        check_finite(
-            value_of_hour_usd=self.value_of_hour_usd,
-            budget_usd=self.budget_usd,
-            deadline_s=self.deadline_s,
-        )
+    value_of_hour_usd: NotNegative[float] | None = None
+    budget_usd: NotNegative[float] | None = None
+    deadline_s: NotNegative[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +57,13 @@ class Work(Record):
         tariffs: What clouds charge besides the prices of offers.
     """
 
-    units: float | None = None
+    units: NotNegative[float] | None = None
     unit: str = "steps"
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     overheads: Overheads = field(default_factory=Overheads)
-    interruptions_per_hour: Mapping[str, float] = field(default_factory=dict)
+    interruptions_per_hour: Mapping[str, NotNegative[float]] = field(default_factory=dict)
     data: tuple[DataPlace, ...] = ()
     tariffs: Tariffs = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Reject NaN."""
-        check_finite(units=self.units, **self.interruptions_per_hour)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,40 @@ import functools
 import json
 import math
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 
+_Number = TypeVar("_Number", int, float)
+_NOT_NEGATIVE, _POSITIVE = "finite and >= 0", "finite and > 0"
+NotNegative = Annotated[_Number, _NOT_NEGATIVE]
+"""Type of a record's field that every constructed record has within bounds; None is unknown and passes."""
+Positive = Annotated[_Number, _POSITIVE]
+"""The same, without 0."""
+
+
 class Record:
-    """A dataclass with a JSON form. Unknown (None) fields are omitted if None is the default."""
+    """A dataclass with a JSON form. Unknown (None) fields are omitted if None is the default.
+
+    A :data:`NotNegative` or :data:`Positive` field, or a mapping of such numbers, rejects NaN, infinity and
+    smaller numbers with a ValueError.
+    """
 
     __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Check the bounds of all fields. A subclass with checks of its own calls this first."""
+        for name, bound in _bounds(cast("Hashable", type(self))):
+            value = getattr(self, name)
+            if value is None or (value.__class__ is float and 0 < value < math.inf):
+                continue  # nearly all: records are made by the ten thousand
+            for key, number in (value if isinstance(value, Mapping) else {name: value}).items():
+                if number is not None and not (
+                    0 < number < math.inf or (number == 0 and bound == _NOT_NEGATIVE)
+                ):
+                    raise ValueError(f"{key} must be {bound}, got {number!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; :meth:`from_dict` restores an equal object."""
@@ -67,6 +91,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+@functools.cache
+def _bounds(cls: Hashable) -> tuple[tuple[str, str], ...]:
+    """Fields of *cls* that have a bound, and which."""
+    hints = get_type_hints(cast("type[Any]", cls), include_extras=True)
+    bounds = ((item.name, _bound_of(hints[item.name])) for item in dataclasses.fields(cast("Any", cls)))
+    return tuple((name, bound) for name, bound in bounds if bound is not None)
+
+
+def _bound_of(hint: Any) -> str | None:
+    if get_origin(hint) is Annotated:
+        return next((text for text in hint.__metadata__ if text in (_NOT_NEGATIVE, _POSITIVE)), None)
+    return next((bound for part in get_args(hint) if (bound := _bound_of(part)) is not None), None)
 
 
 @functools.cache

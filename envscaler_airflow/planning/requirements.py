@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from envscaler_airflow.envspec.gpus import is_share, vendor_of
 from envscaler_airflow.planning.offers import InstanceType, Offer
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 
 if TYPE_CHECKING:
     from envscaler_airflow.envspec import EnvSpec, NodeRange, Resources
@@ -40,12 +40,12 @@ class Requirements(Record):
             machine.
     """
 
-    vcpus: float = 0.0
-    memory_gib: float = 0.0
-    gpus: int = 0
+    vcpus: NotNegative[float] = 0.0
+    memory_gib: NotNegative[float] = 0.0
+    gpus: NotNegative[int] = 0
     gpu_types: tuple[str, ...] = ()
-    gpu_memory_gb: float | None = None
-    gpu_memory_max_gb: float | None = None
+    gpu_memory_gb: NotNegative[float] | None = None
+    gpu_memory_max_gb: NotNegative[float] | None = None
     cloud: str | None = None
     region: str | None = None
     zone: str | None = None
@@ -54,26 +54,17 @@ class Requirements(Record):
     max_nodes: int = 1
     capacity: Capacity = "auto"
     can_checkpoint: bool = True
-    tolerated_loss_h: float = 0.5
+    tolerated_loss_h: NotNegative[float] = 0.5
     model_parallel: int = 1
-    max_usd_per_hour: float | None = None
+    max_usd_per_hour: NotNegative[float] | None = None
     arch: str | None = None
     gpu_vendor: str | None = None
     exact_gpus: bool = False
-    disk_gib: float = 0.0
+    disk_gib: NotNegative[float] = 0.0
 
     def __post_init__(self) -> None:
         """Reject NaN, negative needs and an empty range of nodes."""
-        check_finite(
-            vcpus=self.vcpus,
-            memory_gib=self.memory_gib,
-            gpus=self.gpus,
-            gpu_memory_gb=self.gpu_memory_gb,
-            gpu_memory_max_gb=self.gpu_memory_max_gb,
-            tolerated_loss_h=self.tolerated_loss_h,
-            max_usd_per_hour=self.max_usd_per_hour,
-            disk_gib=self.disk_gib,
-        )
+        Record.__post_init__(self)
         if self.model_parallel < 1:
             raise ValueError(f"model_parallel must be >= 1, got {self.model_parallel!r}")
         if not 1 <= self.min_nodes <= self.max_nodes:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning.offers import CapacityType, Offer
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 
 Scope = Literal["offer", "family", "region"]
 
@@ -50,14 +50,10 @@ class StockOut(Record):
     code: str
     kind: Literal["capacity", "quota"]
     scope: Scope
-    at: float
+    at: NotNegative[float]
     zone: str = ""
     gpu: str = ""
     times: int = 1
-
-    def __post_init__(self) -> None:
-        """Reject NaN."""
-        check_finite(at=self.at)
 
     @property
     def lasts_s(self) -> float:

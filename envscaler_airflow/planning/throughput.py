@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 
 _LEAST_S = 1e-6
 """Seconds below which parts of a step are not distinguished. Chosen."""
@@ -30,24 +30,17 @@ class Step(Record):
         OSDI 2021, section 3.2, equations 8 to 11.
     """
 
-    fixed_s: float
-    sample_s: float
-    local_s: float = 0.0
-    local_each_s: float = 0.0
-    spread_s: float = 0.0
-    spread_each_s: float = 0.0
+    fixed_s: NotNegative[float]
+    sample_s: NotNegative[float]
+    local_s: NotNegative[float] = 0.0
+    local_each_s: NotNegative[float] = 0.0
+    spread_s: NotNegative[float] = 0.0
+    spread_each_s: NotNegative[float] = 0.0
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
         """Reject NaN, negative seconds and an overlap that would make a step shorter than its parts."""
-        check_finite(
-            fixed_s=self.fixed_s,
-            sample_s=self.sample_s,
-            local_s=self.local_s,
-            local_each_s=self.local_each_s,
-            spread_s=self.spread_s,
-            spread_each_s=self.spread_each_s,
-        )
+        Record.__post_init__(self)
         if not 1 <= self.overlap <= 10:
             raise ValueError(f"overlap must be in [1, 10], got {self.overlap!r}")
         if self.fixed_s + self.sample_s <= 0:

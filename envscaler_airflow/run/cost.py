@@ -14,7 +14,7 @@ from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF, Tariffs
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
 from envscaler_airflow.planning.offers import Allocation, Offer
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,9 @@ class UsageInterval(Record):
     """
 
     node: int
-    start: float
-    end: float | None = None
+    start: NotNegative[float]
+    end: NotNegative[float] | None = None
     now: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse NaN and negative times."""
-        check_finite(start=self.start, end=self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +58,13 @@ class Use(Record):
     allocation: Allocation
     held: tuple[UsageInterval, ...] | None = None
     why_ended: str = ""
-    provisioning_s: float | None = None
-    idle_s: float | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    kept_step: int | None = None
+    provisioning_s: NotNegative[float] | None = None
+    idle_s: NotNegative[float] | None = None
+    first_step: NotNegative[int] | None = None
+    last_step: NotNegative[int] | None = None
+    kept_step: NotNegative[int] | None = None
     repeated_steps: int = 0
     is_least: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse NaN and negative amounts."""
-        check_finite(
-            provisioning_s=self.provisioning_s,
-            idle_s=self.idle_s,
-            first_step=self.first_step,
-            last_step=self.last_step,
-            kept_step=self.kept_step,
-        )
 
     @property
     def name(self) -> str:
@@ -101,12 +87,8 @@ class Pause(Record):
     before: int
     after: int
     why: str = ""
-    total_s: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Refuse NaN and negative amounts."""
-        check_finite(total_s=self.total_s, **self.parts)
+    total_s: NotNegative[float] | None = None
+    parts: Mapping[str, NotNegative[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

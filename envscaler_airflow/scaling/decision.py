@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow.planning import Allocation, Estimate, Offer, Speed
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Positive, Record, check_finite
 from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.observation import Across, Metric, Observation
 
@@ -45,14 +44,14 @@ class ThresholdRule(Record):
     """
 
     metric: str
-    above: float | None = 80.0
-    below: float | None = 40.0
-    target: float | None = None
+    above: NotNegative[float] | None = 80.0
+    below: NotNegative[float] | None = 40.0
+    target: Positive[float] | None = None
     samples: int = 3
-    for_s: float = 0.0
+    for_s: NotNegative[float] = 0.0
     step: int = 1
     across: Across = "mean"
-    ahead_s: float = 0.0
+    ahead_s: NotNegative[float] = 0.0
     query: str | None = None
 
     @property
@@ -67,9 +66,7 @@ class ThresholdRule(Record):
 
     def __post_init__(self) -> None:
         """Reject a rule that would scale in and out at the same value."""
-        check_finite(above=self.above, below=self.below, for_s=self.for_s, ahead_s=self.ahead_s)
-        if self.target is not None and not 0 < self.target < math.inf:
-            raise ValueError(f"target must be finite and > 0, got {self.target!r}")
+        Record.__post_init__(self)
         if self.above is not None and self.below is not None and self.below >= self.above:
             raise ValueError(f"below must be less than above, got {self.below!r} and {self.above!r}")
         if self.samples < 1 or self.step == 0:
@@ -88,11 +85,11 @@ class PhaseNeed(Record):
 
     phase: str
     nodes: int | None = None
-    gpu_memory_gb: float | None = None
+    gpu_memory_gb: NotNegative[float] | None = None
 
     def __post_init__(self) -> None:
         """Reject a phase without needs, or with less than one node."""
-        check_finite(gpu_memory_gb=self.gpu_memory_gb)
+        Record.__post_init__(self)
         if self.nodes is None and self.gpu_memory_gb is None:
             raise ValueError(f"phase {self.phase!r} needs nodes or gpu_memory_gb")
         if self.nodes is not None and self.nodes < 1:
@@ -130,32 +127,24 @@ class Policy(Record):
     name: str = "cost-to-finish"
     min_nodes: int = 1
     max_nodes: int = 1
-    value_of_hour: float = 0.0
+    value_of_hour: NotNegative[float] = 0.0
     tolerance: float = 0.1
-    stabilization_s: float = 120.0
-    cooldown_s: float = 3600.0
-    min_epochs_between: int = 1
-    warmup_s: float = 30.0
+    stabilization_s: NotNegative[float] = 120.0
+    cooldown_s: NotNegative[float] = 3600.0
+    min_epochs_between: NotNegative[int] = 1
+    warmup_s: NotNegative[float] = 30.0
     min_speed: float = 0.0
-    max_moves: int | None = None
+    max_moves: NotNegative[int] | None = None
     model_parallel: int = 1
     recommend_only: bool = False
     rules: tuple[ThresholdRule, ...] = ()
     match: Literal["any", "all"] = "any"
     phases: tuple[PhaseNeed, ...] = ()
-    memory_cap_gib: float | None = None
+    memory_cap_gib: NotNegative[float] | None = None
 
     def __post_init__(self) -> None:
         """Reject NaN, an empty range of nodes and a tolerance that nothing can meet."""
-        check_finite(
-            value_of_hour=self.value_of_hour,
-            stabilization_s=self.stabilization_s,
-            cooldown_s=self.cooldown_s,
-            min_epochs_between=self.min_epochs_between,
-            warmup_s=self.warmup_s,
-            max_moves=self.max_moves,
-            memory_cap_gib=self.memory_cap_gib,
-        )
+        Record.__post_init__(self)
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ValueError(f"nodes must be 1 or more, min to max, got {self.min_nodes}..{self.max_nodes}")
         if self.model_parallel < 1:

@@ -12,7 +12,7 @@ from typing import Literal
 from envscaler_agent.protocol import Progress
 from envscaler_airflow.errors import BackendError, EnvScalerError
 from envscaler_airflow.planning import Allocation, Overheads, Speed, Speedup
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 from envscaler_airflow.scaling.explore import Measured
 
 MOST_VALUE = 1e100
@@ -32,14 +32,14 @@ class Sample(Record):
         value: Finite.
     """
 
-    at_s: float
+    at_s: NotNegative[float]
     node: int
     metric: str
     value: float
 
     def __post_init__(self) -> None:
         """Reject NaN and infinity: an unknown metric is omitted."""
-        check_finite(at_s=self.at_s)
+        Record.__post_init__(self)
         if not math.isfinite(self.value):
             raise ValueError(f"value must be finite, got {self.value!r}")
 
@@ -53,12 +53,8 @@ class Refused(Record):
         ago_s: Seconds since the last one.
     """
 
-    times: int
-    ago_s: float
-
-    def __post_init__(self) -> None:
-        """Reject NaN and negative amounts."""
-        check_finite(times=self.times, ago_s=self.ago_s)
+    times: NotNegative[int]
+    ago_s: NotNegative[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,55 +98,42 @@ class Observation(Record):
 
     current: Allocation
     candidates: tuple[Allocation, ...] = ()
-    elapsed_s: float = 0.0
+    elapsed_s: NotNegative[float] = 0.0
     generation: int = 1
     attempt: int = 1
     health: Health = "ok"
     phase: str = "running"
     unit: str = "steps"
-    units_done: float | None = None
-    units_total: float | None = None
-    epoch: int | None = None
+    units_done: NotNegative[float] | None = None
+    units_total: NotNegative[float] | None = None
+    epoch: NotNegative[int] | None = None
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     measured: Mapping[str, Measured] = field(default_factory=dict)
-    gpu_speeds: Mapping[str, float] = field(default_factory=dict)
+    gpu_speeds: Mapping[str, NotNegative[float]] = field(default_factory=dict)
     speedups: tuple[Speedup, ...] = ()
     overheads: Overheads = field(default_factory=Overheads)
-    interruptions_per_hour: Mapping[str, float] = field(default_factory=dict)
+    interruptions_per_hour: Mapping[str, NotNegative[float]] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
     unknown: Mapping[str, str] = field(default_factory=dict)
-    spent_usd: float | None = None
-    budget_usd: float | None = None
+    spent_usd: NotNegative[float] | None = None
+    budget_usd: NotNegative[float] | None = None
     deadline_table: str | None = None
     deadline_left_s: float | None = None
-    since_move_s: float | None = None
-    since_move_epochs: int | None = None
-    moves: int = 0
+    since_move_s: NotNegative[float] | None = None
+    since_move_epochs: NotNegative[int] | None = None
+    moves: NotNegative[int] = 0
     pending: str | None = None
     free_nodes: Mapping[str, int] = field(default_factory=dict)
     training_phase: str | None = None
     next_phase: str | None = None
-    next_phase_in_s: float | None = None
-    phase_lasts_s: Mapping[str, float] = field(default_factory=dict)
-    wanted: Mapping[str, float] = field(default_factory=dict)
+    next_phase_in_s: NotNegative[float] | None = None
+    phase_lasts_s: Mapping[str, NotNegative[float]] = field(default_factory=dict)
+    wanted: Mapping[str, NotNegative[float]] = field(default_factory=dict)
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Reject NaN and negative amounts, so that no later comparison gives a wrong result."""
-        check_finite(
-            elapsed_s=self.elapsed_s,
-            units_done=self.units_done,
-            units_total=self.units_total,
-            epoch=self.epoch,
-            spent_usd=self.spent_usd,
-            budget_usd=self.budget_usd,
-            since_move_s=self.since_move_s,
-            since_move_epochs=self.since_move_epochs,
-            moves=self.moves,
-            next_phase_in_s=self.next_phase_in_s,
-        )
-        for amounts in (self.interruptions_per_hour, self.phase_lasts_s, self.wanted, self.gpu_speeds):
-            check_finite(**amounts)  # separate, because several can contain the same offer
+        Record.__post_init__(self)
         if self.deadline_left_s is not None and not math.isfinite(self.deadline_left_s):
             raise ValueError(f"deadline_left_s must be finite, got {self.deadline_left_s!r}")
 

@@ -12,7 +12,7 @@ from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Record
 from envscaler_airflow.scaling.decision import (
     Check,
     PhaseNeed,
@@ -158,11 +158,7 @@ class Span(Record):
     """One phase of an earlier run."""
 
     phase: str
-    lasts_s: float
-
-    def __post_init__(self) -> None:
-        """Reject NaN."""
-        check_finite(lasts_s=self.lasts_s)
+    lasts_s: NotNegative[float]
 
 
 @dataclass(frozen=True, slots=True)

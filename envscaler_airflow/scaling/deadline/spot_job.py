@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from envscaler_airflow.planning.record import Record, check_finite
+from envscaler_airflow.planning.record import NotNegative, Positive, Record
 
 ON_DEMAND = "on-demand"
 """The name of the on-demand market, as an answer and as what runs; no zone may have this name."""
@@ -29,20 +29,15 @@ class SpotJob(Record):
     """
 
     ticks: int
-    gap_s: float
-    work_s: float
-    overhead_s: float
-    on_demand_usd: float
-    spot_usd: float
+    gap_s: Positive[float]
+    work_s: NotNegative[float]
+    overhead_s: NotNegative[float]
+    on_demand_usd: Positive[float]
+    spot_usd: NotNegative[float]
 
     def __post_init__(self) -> None:
         """Reject NaN and a job that cannot finish even on demand."""
-        check_finite(work_s=self.work_s, overhead_s=self.overhead_s, spot_usd=self.spot_usd)
-        check_finite(on_demand_usd=self.on_demand_usd)
-        if self.on_demand_usd <= 0:
-            raise ValueError(f"on_demand_usd must be > 0, got {self.on_demand_usd!r}")
-        if not 0 < self.gap_s < float("inf"):
-            raise ValueError(f"gap_s must be finite and > 0, got {self.gap_s!r}")
+        Record.__post_init__(self)
         if self.ticks * self.gap_s < (self.work_s + self.overhead_s) * (1 - ROUNDING):
             hours = (self.work_s + self.overhead_s) / 3600
             raise ValueError(
