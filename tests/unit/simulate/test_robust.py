@@ -108,7 +108,7 @@ def test_what_can_be_read_is(tmp_path, traces):
         (UP, "t,a,0,312,nan\n", [], "gap_seconds must be finite"),
         (UP, "t,a,0,312,600\n", ["--deadline-h", "40"], "the deadline must leave 48.2 h, got 40 h"),
         (UP, "t,a,0,312,600\n", ["--deadline-h", "inf"], "infinity"),
-        (UP, "t,a,0,312,600\n", ["--on-demand", "0"], "on_demand_usd must be > 0"),
+        (UP, "t,a,0,312,600\n", ["--on-demand", "0"], "on_demand_usd must be finite and > 0"),
         (UP, "t,a,0,312,600\n", ["--zones", "a,a"], "names a zone twice"),
         (UP, "t,a,0,312,600\n", ["--ask-s", "nan"], "ask_s must be finite"),
         (UP, "t,a,0,312,1e-9\n", [], "ticks of 1e-09 s are more than"),
