@@ -159,13 +159,13 @@ def test_killing_one_of_its_keepers_leaves_no_orphan(either, tmp_path, victim):
 
 def test_what_outlives_both_keepers_is_not_dead_and_is_ended_by_the_next_start(backend, tmp_path):
     """A command that still runs may still write: running, until the owner starts the next attempt."""
-    request, handle = stubborn(backend, tmp_path)
+    _, handle = stubborn(backend, tmp_path)
 
     for victim in ("guard", "main"):
         os.kill(node(handle, victim), signal.SIGKILL)
     wait_for(lambda: "node main is gone" in backend.observe(handle).nodes[0].detail)
     state = backend.observe(handle).nodes[0].state
-    backend.submit(dataclasses.replace(request, attempt=2, command=("true",)))
+    backend.submit(request_for(backend, "true", attempt=2))
 
     assert state == "running"
     assert [n.state for n in over(backend, handle).nodes] == ["lost"]
@@ -348,7 +348,7 @@ def test_a_wrapper_that_cannot_be_started_is_said(tmp_path):
 STEPS = {
     "folder made": "files.locked",
     "locks held": "_Start._claim",
-    "slice claimed": "training_pythonpath",
+    "share claimed": "training_pythonpath",
     "request half written": "files.write_json",
     "all written": "_Start._spawn",
     "node main started": "after:subprocess.run",
