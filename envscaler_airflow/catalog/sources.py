@@ -27,22 +27,10 @@ EXERCISE = "exercise, not prices"
 """Label of a table that is used unchanged."""
 
 COLUMNS = (
-    "cloud",
-    "region",
-    "zone",
-    "instance_type",
-    "vcpus",
-    "memory_gib",
-    "accelerator_name",
-    "accelerator_count",
-    "accelerator_memory_gib",
-    "price_usd_per_hour",
-    "spot_price_usd_per_hour",
-    "arch",
-    "interruption_range",
-    "price_kind",
-    "spot_price_kind",
-)
+    "cloud", "region", "zone", "instance_type", "vcpus", "memory_gib", "accelerator_name",
+    "accelerator_count", "accelerator_memory_gib", "price_usd_per_hour", "spot_price_usd_per_hour", "arch",
+    "interruption_range", "price_kind", "spot_price_kind",
+)  # fmt: skip
 _NEEDED = COLUMNS[:12]
 _MAX_FAULTS = 20
 _MOST = 1e12

@@ -60,17 +60,9 @@ def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
 POLL_S = 2.0
 """How often ``logs -f`` looks, seconds. Chosen: chunks are closed every 10 s."""
 STATUSES = (
-    "active",
-    "starting",
-    "orphaned",
-    "failed to start",
-    "succeeded",
-    "failed",
-    "stopped",
-    "container",
-    "unreadable",
-    "none",
-)
+    "active", "starting", "orphaned", "failed to start", "succeeded", "failed", "stopped", "container",
+    "unreadable", "none",
+)  # fmt: skip
 """What the status of a run can be in a list."""
 
 

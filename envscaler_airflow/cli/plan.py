@@ -73,18 +73,9 @@ TERM_WORDS = {"1m": "a month", "1y": "a year", "3y": "three years"}
 """Terms of committed prices."""
 
 COLUMNS = (
-    "INFRA",
-    "INSTANCE",
-    "vCPUs",
-    "MEM",
-    "GPUs",
-    "SPOT",
-    "$/h",
-    "EST. TIME",
-    "EST. COST",
-    "WHY NOT",
+    "INFRA", "INSTANCE", "vCPUs", "MEM", "GPUs", "SPOT", "$/h", "EST. TIME", "EST. COST", "WHY NOT",
     "CHOSEN",
-)
+)  # fmt: skip
 
 
 @click.command("plan")

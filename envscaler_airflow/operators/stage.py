@@ -64,21 +64,9 @@ class EnvStageOperator(_Connected):
     """
 
     template_fields: Sequence[str] = (
-        "spec",
-        "parameters",
-        "inputs",
-        "compute",
-        "conn_id",
-        "target",
-        "strategy",
-        "value_of_hour",
-        "deadline",
-        "budget_usd",
-        "restart",
-        "restore_from",
-        "store_url",
-        "store_conn_id",
-    )
+        "spec", "parameters", "inputs", "compute", "conn_id", "target", "strategy", "value_of_hour",
+        "deadline", "budget_usd", "restart", "restore_from", "store_url", "store_conn_id",
+    )  # fmt: skip
     template_ext: Sequence[str] = ()
     template_fields_renderers: ClassVar[dict[str, str]] = {"parameters": "json", "inputs": "json"}
     ui_color = "#e8f3ec"
