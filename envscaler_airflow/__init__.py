@@ -68,7 +68,7 @@ def get_provider_info() -> dict[str, Any]:
         "triggers": _modules(name, "triggers.stage_trigger", "triggers.scaling_trigger"),
         "hooks": _modules(name, "hooks.checkpoint", "hooks.pricing", "hooks.prometheus"),
         "connection-types": [_store_connection()],
-        "extra-links": ["envscaler_airflow.operators.links.RunStoreLink"],
+        "extra-links": ["envscaler_airflow.operators.stage.RunStoreLink"],
         "config": {name: {"description": "Settings of envscaler-airflow.", "options": _settings()}},
     }
 

@@ -31,12 +31,12 @@ from envscaler_agent.output import (
     Chunks,
     Masker,
     OutputCopier,
+    Reporter,
     secret_values,
 )
 from envscaler_agent.process import ADDRESS, expand
 from envscaler_agent.progress import LogPatterns, Rate, StallWatch
 from envscaler_agent.protocol import Control, Ended, Progress
-from envscaler_agent.reporting import Reporter
 from envscaler_agent.sampler import SamplerChild
 
 TICK_S = 0.5

@@ -16,9 +16,17 @@ from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.backends import shell_backend
 from envscaler_airflow.cli.common import output_option, store_option
 from envscaler_airflow.cli.follow import Voice
-from envscaler_airflow.cli.foreground import Foreground, shell_actor
+from envscaler_airflow.cli.foreground import (
+    SILENT_S,
+    Foreground,
+    Ownership,
+    address_of,
+    is_of_shell,
+    owner_of,
+    shell_actor,
+    write_owner,
+)
 from envscaler_airflow.cli.inspect import followed
-from envscaler_airflow.cli.owners import SILENT_S, Ownership, address_of, is_of_shell, owner_of, write_owner
 from envscaler_airflow.errors import BackendError, RunFailedError
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Stage, StoppedError

@@ -30,7 +30,7 @@ from envscaler_airflow.images.requirement_files import Requirements, read_requir
 from envscaler_airflow.images.venv import install_command, python_version
 from envscaler_airflow.launch import PORT, Launch, Paths, launch_of
 from envscaler_airflow.sidecar.context import SidecarContext
-from envscaler_airflow.sidecar.inputs import copy_in
+from envscaler_airflow.sidecar.setup import copy_in
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Mount, Spool
 from envscaler_airflow.sidecar.uploads import WriteBack
 from envscaler_airflow.store.base import Store

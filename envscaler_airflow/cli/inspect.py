@@ -17,7 +17,7 @@ from envscaler_airflow.cli.common import (
     run_prefixes,
     store_option,
 )
-from envscaler_airflow.cli.owners import SILENT_S, owner_of, shown_status
+from envscaler_airflow.cli.foreground import SILENT_S, owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.images.locks import container_image

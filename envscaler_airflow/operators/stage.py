@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from urllib.parse import quote
 
-from airflow.sdk import BaseOperator, get_parsing_context
+from airflow.sdk import BaseOperator, BaseOperatorLink, get_parsing_context
 from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, TriggerFailureReason
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 from envscaler_airflow.errors import BudgetError, EnvScalerError, NoOfferError, RunFailedError, SpecError
-from envscaler_airflow.operators.links import RunStoreLink
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -20,10 +20,35 @@ if TYPE_CHECKING:
     from envscaler_airflow.operators.execution import Execution
     from envscaler_airflow.owner.stage import Delivered, Stage, Waiting
 
+
 FAILURES_KEY = "envscaler_trigger_failures"
 """XCom in which a try counts how often its trigger failed."""
 MAX_TRIGGER_FAILURES = 3
 """Trigger failures that one try survives. Chosen: a deployment of a broken triggerer is noticed."""
+
+
+def store_page(url: str) -> str:
+    """Return a page that shows a run's folder: the AWS console for ``s3://``, else the URL itself.
+
+    >>> store_page("s3://ml-runs/prod/retrain/r1/train/-1")
+    'https://s3.console.aws.amazon.com/s3/buckets/ml-runs?prefix=prod/retrain/r1/train/-1/'
+    """
+    if not url.startswith("s3://"):
+        return url
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return f"https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={quote(prefix)}/"
+
+
+class RunStoreLink(BaseOperatorLink):
+    """Links to the run's folder in the store: events, decisions, logs, checkpoints, outputs."""
+
+    name = "Run store"
+
+    def get_link(self, operator: BaseOperator, *, ti_key: Any) -> str:
+        """Return the page of the folder that the last execution used; empty before it knew one."""
+        del ti_key
+        url = getattr(operator, "run_url", None)
+        return store_page(url) if url else ""
 
 
 class _Connected(BaseOperator):

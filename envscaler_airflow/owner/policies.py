@@ -31,7 +31,7 @@ from envscaler_airflow.scaling.decision import table_name
 from envscaler_airflow.scaling.phase import FILE, Forecast
 from envscaler_airflow.scaling.registry import checked
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.names import is_name
+from envscaler_airflow.store.keys import is_name
 from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from envscaler_airflow.owner.stage import Wake, Watching
 from envscaler_airflow.owner.usage import billed_usd
 from envscaler_airflow.run import Event, Handle, NodeStatus, outcome_of
 from envscaler_airflow.run.cost import UsageInterval
-from envscaler_airflow.run.ends import LOST_AFTER_S
 from envscaler_airflow.run.event_bodies import (
     AttemptIntended,
     Failed,
@@ -24,6 +23,7 @@ from envscaler_airflow.run.event_bodies import (
     Stopped,
     Succeeded,
 )
+from envscaler_airflow.run.outcomes import LOST_AFTER_S
 from envscaler_airflow.store.run import Run
 
 AGAIN_S = 60.0

@@ -15,10 +15,16 @@ from typing import Any, NamedTuple
 
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
-from envscaler_airflow.planning.fleet import losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.near_misses import nearest_misses
 from envscaler_airflow.planning.objective import estimate, value_of_hour
-from envscaler_airflow.planning.offers import Allocation, CapacityType, InstanceType, Offer
+from envscaler_airflow.planning.offers import (
+    Allocation,
+    CapacityType,
+    InstanceType,
+    Offer,
+    losses_per_hour,
+    mixed_allocations,
+)
 from envscaler_airflow.planning.performance import Speed
 from envscaler_airflow.planning.planner import (
     Candidate,

@@ -9,7 +9,6 @@ from typing import Any
 from envscaler_airflow.errors import NoOfferError
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF, Charges, Tariffs
 from envscaler_airflow.planning.data import MONTH_H, DataPlace
-from envscaler_airflow.planning.fleet import has_spot, losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.objective import (
     SECONDS_PER_HOUR,
     Estimate,
@@ -18,7 +17,7 @@ from envscaler_airflow.planning.objective import (
     estimate,
     value_of_hour,
 )
-from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.planning.offers import Allocation, Offer, has_spot, losses_per_hour, mixed_allocations
 from envscaler_airflow.planning.performance import Speed
 from envscaler_airflow.planning.record import NotNegative, Record
 from envscaler_airflow.planning.requirements import Misfit, Requirements, misfits, node_counts

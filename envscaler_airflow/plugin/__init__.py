@@ -6,7 +6,7 @@ from typing import Any
 
 from airflow.plugins_manager import AirflowPlugin
 
-from envscaler_airflow.operators.links import RunStoreLink
+from envscaler_airflow.operators.stage import RunStoreLink
 
 PREFIX = "/envscaler"
 """Path prefix of the page on the API server."""

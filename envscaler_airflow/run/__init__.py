@@ -1,9 +1,16 @@
 """The state machine of a run: events, their fold, and the next action. Pure."""
 
-from envscaler_airflow.run.ends import End, NodeState, NodeStatus, Observed, end_of
-from envscaler_airflow.run.event_bodies import ChangeKind, Handle
-from envscaler_airflow.run.events import MAX_EVENT_BYTES, Actor, Event
-from envscaler_airflow.run.outcomes import OUTCOMES, Outcome, outcome_of
+from envscaler_airflow.run.event_bodies import MAX_EVENT_BYTES, Actor, ChangeKind, Event, Handle
+from envscaler_airflow.run.outcomes import (
+    OUTCOMES,
+    End,
+    NodeState,
+    NodeStatus,
+    Observed,
+    Outcome,
+    end_of,
+    outcome_of,
+)
 from envscaler_airflow.run.state import (
     AttemptState,
     Before,

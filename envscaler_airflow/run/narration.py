@@ -14,7 +14,7 @@ from envscaler_airflow.planning.amounts import (
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.run.cost import Bill, StaticPlan
-from envscaler_airflow.run.events import Event
+from envscaler_airflow.run.event_bodies import Event
 from envscaler_airflow.run.state import AttemptState, RunState
 
 MOST_NAME = 100

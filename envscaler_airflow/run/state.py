@@ -10,7 +10,7 @@ from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import event_bodies as bodies
-from envscaler_airflow.run.events import Actor, Event
+from envscaler_airflow.run.event_bodies import Actor, Event
 
 AttemptPhase = Literal["intended", "started", "stopping", "ended"]
 RunStatus = Literal["none", "active", "succeeded", "failed", "stopped"]

@@ -12,10 +12,8 @@ from typing import Any, Literal
 from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.run.ends import End, NodeStatus, Observed, end_of
-from envscaler_airflow.run.event_bodies import MoveRequested, StopRequested
-from envscaler_airflow.run.events import Actor
-from envscaler_airflow.run.outcomes import Recovery, outcome_of
+from envscaler_airflow.run.event_bodies import Actor, MoveRequested, StopRequested
+from envscaler_airflow.run.outcomes import End, NodeStatus, Observed, Recovery, end_of, outcome_of
 from envscaler_airflow.run.state import AttemptState, Request, RunState, is_cleared
 
 MAX_FRUITLESS_ATTEMPTS = 5

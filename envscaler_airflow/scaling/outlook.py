@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from envscaler_airflow.planning import Allocation, Estimate, Speed, estimate, known_speeds, matched
-from envscaler_airflow.planning.fleet import losses_per_hour
+from envscaler_airflow.planning.offers import losses_per_hour
 from envscaler_airflow.scaling.decision import Policy
 from envscaler_airflow.scaling.explore import Learner, Shape
 from envscaler_airflow.scaling.observation import Observation

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 from envscaler_agent.protocol import SCHEMA, read_object
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.store.file import FileStore
-from envscaler_airflow.store.names import MAX_BYTES, check_name, check_prefix, check_tree, join
+from envscaler_airflow.store.keys import MAX_BYTES, check_name, check_prefix, check_tree, join
 
 DEPLOYMENT = "deployment.json"
 """File with the deployment's uuid, for a store in a folder. No run's folder has a dot in its name."""

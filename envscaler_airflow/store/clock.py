@@ -9,7 +9,7 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 
 from envscaler_airflow.errors import ProtocolError, StoreError
-from envscaler_airflow.store.names import MAX_BYTES
+from envscaler_airflow.store.keys import MAX_BYTES
 
 STEP_S = 2.0
 """Largest difference that is not a clock step, seconds. Chosen: HTTP dates are cut to whole seconds, and a

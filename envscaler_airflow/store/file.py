@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.store.clock import DatedStore
-from envscaler_airflow.store.names import (
+from envscaler_airflow.store.keys import (
     AT_ONCE,
     MAX_BYTES,
     arriving,

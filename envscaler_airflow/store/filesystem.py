@@ -17,7 +17,7 @@ from fsspec.registry import known_implementations
 from envscaler_airflow.errors import EnvScalerError, SpecError, StoreError
 from envscaler_airflow.local_files import landing
 from envscaler_airflow.store.clock import DatedStore, written_at
-from envscaler_airflow.store.names import (
+from envscaler_airflow.store.keys import (
     AT_ONCE,
     MAX_BYTES,
     arriving,

@@ -38,7 +38,7 @@ from envscaler_agent.protocol import (
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.store.base import Store
-from envscaler_airflow.store.names import MANIFEST, join
+from envscaler_airflow.store.keys import MANIFEST, join
 from envscaler_airflow.store.root import Place, Root
 from envscaler_airflow.store.transfer_progress import Moved
 

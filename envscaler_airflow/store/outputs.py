@@ -17,7 +17,7 @@ from envscaler_agent.protocol import Manifest, is_safe_name
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.store import manifests
 from envscaler_airflow.store.base import Store, open_store
-from envscaler_airflow.store.names import MANIFEST
+from envscaler_airflow.store.keys import MANIFEST
 from envscaler_airflow.store.root import Place
 from envscaler_airflow.store.transfer_progress import Moved
 

@@ -19,7 +19,7 @@ from s3transfer import exceptions as transfers
 
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.store.clock import DatedStore, StoreDates, date_of
-from envscaler_airflow.store.names import (
+from envscaler_airflow.store.keys import (
     AT_ONCE,
     MAX_BYTES,
     arriving,

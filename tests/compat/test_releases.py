@@ -15,9 +15,8 @@ from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import replay
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.keys import RunKey, is_manifest
 from envscaler_airflow.store.logs import read_logs
-from envscaler_airflow.store.names import is_manifest
 from envscaler_airflow.store.run import Run
 
 HERE = Path(__file__).parent

@@ -13,8 +13,8 @@ from typing import Any
 
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.planning.fleet import has_spot
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
+from envscaler_airflow.planning.offers import has_spot
 from envscaler_airflow.scaling.deadline.cost_table import (
     BUY,
     DOWN_IDLE,

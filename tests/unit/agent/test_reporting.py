@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from envscaler_agent.output import END_TRIES, Reporter, aggregate
 from envscaler_agent.progress import Rate
 from envscaler_agent.protocol import Ended, Progress, Status
-from envscaler_agent.reporting import END_TRIES, Reporter, aggregate
 from envscaler_agent.spool import SessionReport, Spool, write_atomic
 from envscaler_agent.wrapper import _Tracker
 
@@ -82,7 +82,7 @@ def test_the_end_is_said_once_a_full_disk_has_room(reporter, spool, monkeypatch,
             raise OSError(28, "No space left on device")
         write_atomic(path, data)
 
-    monkeypatch.setattr("envscaler_agent.reporting.write_atomic", write)
+    monkeypatch.setattr("envscaler_agent.output.write_atomic", write)
     reporter.set(phase="ended", ended=Ended(reason="failed", exit_code=1))
 
     reporter.close(sleep=waits.append)
@@ -99,7 +99,7 @@ def test_a_full_disk_delays_a_status(reporter, spool, clock, monkeypatch):
 
     reporter.set(phase="running")
     with monkeypatch.context() as patch:
-        patch.setattr("envscaler_agent.reporting.write_atomic", full)
+        patch.setattr("envscaler_agent.output.write_atomic", full)
         reporter.tick()
     reporter.tick()
 

@@ -15,7 +15,7 @@ from envscaler_airflow.cli import inspect as inspect_module
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.cancel import REASON, OwnerGoneError, await_end
 from envscaler_airflow.cli.common import shell_key
-from envscaler_airflow.cli.owners import OWNER, owner_of, shown_status, write_owner
+from envscaler_airflow.cli.foreground import OWNER, owner_of, shown_status, write_owner
 from envscaler_airflow.cli.tables import RunRow, print_runs
 from envscaler_airflow.images.locks import LOCK, Lock
 from envscaler_airflow.owner.owner import Owner

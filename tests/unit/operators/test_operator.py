@@ -22,7 +22,7 @@ from envscaler_airflow.backends.kubernetes import KubernetesBackend
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.operators import arguments as asked
 from envscaler_airflow.operators.arguments import chosen_parameters, spec_path
-from envscaler_airflow.operators.links import RunStoreLink, store_page
+from envscaler_airflow.operators.stage import RunStoreLink, store_page
 from envscaler_airflow.store import EventLog, open_store
 from envscaler_airflow.store.lease import read_task_log
 from envscaler_airflow.store.run import Run

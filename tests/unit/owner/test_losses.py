@@ -9,13 +9,13 @@ import pytest
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.owner import limits
+from envscaler_airflow.owner.limits import checkpoint_interval_s
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState, Event, RunState
 from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.scaling.deadline import Hazard
 from envscaler_airflow.scaling.deadline.risk import age_bin
-from envscaler_airflow.scaling.interval import checkpoint_interval_s
 
 DEMAND = Offer("scripted", "", "gpu-1", "on-demand", vcpus=8, memory_gib=32, usd_per_hour=3.0)
 SPOT = replace(DEMAND, capacity_type="spot", usd_per_hour=1.0)

@@ -11,8 +11,7 @@ from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import RunState, fold
-from envscaler_airflow.run.event_bodies import read_body
-from envscaler_airflow.run.events import Event
+from envscaler_airflow.run.event_bodies import Event, read_body
 from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
 from envscaler_airflow.scaling.guards import holds
 from envscaler_airflow.scaling.observation import Refused

@@ -8,7 +8,7 @@ from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
-from envscaler_airflow.run.ends import LOST_AFTER_S
+from envscaler_airflow.run.outcomes import LOST_AFTER_S
 
 AWAY = BackendError("the API server does not answer", transient=True)
 REFUSED = BackendError("403: delete jobs", status=403)

@@ -4,7 +4,7 @@ import pytest
 
 from envscaler_agent.protocol import Ended, Status
 from envscaler_airflow.run import NodeStatus, Observed, end_of
-from envscaler_airflow.run.ends import LOST_AFTER_S
+from envscaler_airflow.run.outcomes import LOST_AFTER_S
 
 
 def node(index, reason, **status):

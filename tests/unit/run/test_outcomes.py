@@ -37,8 +37,8 @@ from tests.unit.backends.kubernetes import test_kubernetes_failures as cluster
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "outcomes.md"
 OWNER_MADE = {
-    "not-started": "run/ends.py",
-    "stalled": "run/ends.py",
+    "not-started": "run/outcomes.py",
+    "stalled": "run/outcomes.py",
     "move": "owner/move.py",
     "spec-changed": "run/steps.py",
     "stop": "run/steps.py",
@@ -119,7 +119,8 @@ def test_what_the_owner_makes_is_made_where_this_test_says(name, file):
     """By its literal name."""
     tree = ast.parse((ROOT / "envscaler_airflow" / file).read_text())
 
-    assert name in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    assert found.count(name) > (file == "run/outcomes.py")  # the table has each name once
 
 
 def test_the_wrapper_may_report_only_ends():

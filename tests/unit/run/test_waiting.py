@@ -7,8 +7,7 @@ import pytest
 from envscaler_airflow.backends.base import AttemptStatus
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Facts, NodeStatus, Observed, fold, next_action
-from envscaler_airflow.run.event_bodies import NewGeneration, read_body
-from envscaler_airflow.run.events import Event
+from envscaler_airflow.run.event_bodies import Event, NewGeneration, read_body
 from envscaler_airflow.testing import cpu_offer
 
 STARTED = fold(

@@ -8,6 +8,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.owner.limits import (
+    checkpoint_interval_s,
+    price_aware_interval_s,
+    price_risk,
+)
 from envscaler_airflow.planning import Allocation, Offer, Overheads, Speed
 from envscaler_airflow.scaling import (
     Check,
@@ -23,7 +28,6 @@ from envscaler_airflow.scaling import (
 )
 from envscaler_airflow.scaling.deadline import SpotJob, build_table
 from envscaler_airflow.scaling.deadline.policy import meet_deadline
-from envscaler_airflow.scaling.interval import checkpoint_interval_s, price_aware_interval_s, price_risk
 from envscaler_airflow.scaling.vertical import time_to_limit
 
 GIB = float(1 << 30)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envscaler_airflow.sidecar.inputs import copy_in
+from envscaler_airflow.sidecar.setup import copy_in
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.filesystem import FilesystemStore

@@ -8,9 +8,9 @@ import pytest
 
 from envscaler_agent.protocol import Control, Status, Transfer, status_name
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.sidecar.inputs import copy_in
 from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.restore import restore
+from envscaler_airflow.sidecar.setup import copy_in
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.sidecar.uploads import WriteBack
 from envscaler_airflow.store import open_store

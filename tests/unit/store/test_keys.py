@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envscaler_airflow.store.keys import RunKey, encode_part
-from envscaler_airflow.store.names import is_name
+from envscaler_airflow.store.keys import RunKey, encode_part, is_name
 
 texts = st.one_of(
     st.text(min_size=1, max_size=120),
