@@ -120,7 +120,8 @@ class SessionSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """Its JSON, without what is not known."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return known | {"secret_env": list(self.secret_env)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +181,17 @@ class Launch:
         """
         memory = {} if memory_bytes is None else {"memory": f"{memory_bytes // 2**20}Mi"}
         cpu = {} if vcpus is None else {"cpu": f"{round(vcpus * 1000)}m"}
-        asked = self.resources.requests.model_copy(update=memory | cpu)
-        most = self.resources.limits.model_copy(update=memory)
-        return replace(self, resources=self.resources.model_copy(update={"requests": asked, "limits": most}))
+
+        def amounts(one: Resources) -> dict[str, Any]:
+            asked = one.requests.model_copy(update=memory | cpu)
+            return {"requests": asked, "limits": one.limits.model_copy(update=memory)}
+
+        def alternatives(found: tuple[Resources, ...]) -> tuple[Resources, ...]:
+            return tuple(one.model_copy(update=amounts(one)) for one in found)
+
+        whole = self.resources
+        lists = {"any_of": alternatives(whole.any_of), "ordered": alternatives(whole.ordered)}
+        return replace(self, resources=whole.model_copy(update=amounts(whole) | lists))
 
 
 def launch_of(spec: EnvSpec, nodes: int, *, workdir_archive: str | None = None) -> Launch:

@@ -15,7 +15,8 @@ import envscaler_agent
 import envscaler_airflow
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import ProtocolError, SpecError
-from envscaler_airflow.launch import Batch, batch_env, batches, launch_command
+from envscaler_airflow.launch import Batch, batch_env, batches, launch_command, launch_of
+from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.sidecar.spool_state import Layout
 
 MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
@@ -224,3 +225,22 @@ def test_a_field_that_reaches_the_training_is_named_in_three_modules(field, modu
     }
 
     assert found == modules
+
+
+@pytest.mark.parametrize("choice", ["any_of", "ordered"])
+def test_more_memory_reaches_the_alternative_that_was_chosen(choice):
+    """After an out-of-memory end the pod of any alternative gets the raised amounts."""
+    amounts = {"requests": {"cpu": 2, "memory": "4Gi"}, "limits": {"memory": "8Gi"}}
+    gpus = [{"requests": {"gpu": {"count": 1, "type": name}}} for name in ("A10G", "T4")]
+    body = {"version": "v1", "name": "s", "resources": amounts | {choice: gpus}, "entrypoint": ["train"]}
+
+    launch = launch_of(EnvSpec.from_dict(body), 1).resized(memory_bytes=16 * 2**30, vcpus=3.0)
+
+    for name in ("A10G", "T4"):
+        need = launch.need(Offer(f"aws/{name}", "aws", name, "spot", 8.0, 32.0, gpus=1, gpu_name=name))
+        assert (need.requests.cpu, need.requests.memory, need.limits.memory) == (
+            "3000m",
+            "16384Mi",
+            "16384Mi",
+        )
+        assert need.requests.gpu.type == (name,)
