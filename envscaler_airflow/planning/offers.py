@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Lt
 
@@ -119,9 +119,6 @@ class Offer(Record):
         if not self.is_attached:
             del found["is_attached"]
         return found
-
-
-CAPACITY_TYPES: tuple[str, ...] = get_args(CapacityType)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,6 @@ class Model:
         steps: By configuration, in ascending order of the batch.
         epochs: Progress at the end of each epoch, in iterations at *init_batch*.
         noise: By batch of ``stat_efficiency.csv``: gradient noise scale (variance over square) by epoch.
-        gpus_per_node: By type.
         bandwidth_gbs, memory_gb: Of a GPU by type, from datasheets.
     """
 
@@ -78,7 +77,6 @@ class Model:
     steps: Mapping[Config, tuple[Step, ...]]
     epochs: tuple[float, ...]
     noise: Mapping[int, tuple[float, ...]]
-    gpus_per_node: Mapping[str, int] = field(default_factory=dict)
     bandwidth_gbs: Mapping[str, float] = field(default_factory=dict)
     memory_gb: Mapping[str, float] = field(default_factory=dict)
 
@@ -205,7 +203,6 @@ def _model(
         steps={c: tuple(s for _, s in sorted(steps.items())) for c, steps in sorted(found.items())},
         epochs=tuple(progress for _, progress, _ in init),
         noise={batch: tuple(n for _, _, n in sorted(items)) for batch, items in by_batch.items()},
-        gpus_per_node=dict(per_node),
         bandwidth_gbs={gpu: sheet[0] for gpu, sheet in sheets.items()},
         memory_gb={gpu: sheet[1] for gpu, sheet in sheets.items()},
     )
