@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from envscaler_airflow.cli.foreground import (
 )
 from envscaler_airflow.cli.inspect import followed
 from envscaler_airflow.errors import BackendError, RunFailedError
+from envscaler_airflow.local_files import user_name
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Stage, StoppedError
 from envscaler_airflow.planning.amounts import duration_text
@@ -79,7 +79,7 @@ class _Cancel:
         is_sure = owner.presence == "gone" and not (is_of_shell(self.run) and owner.is_by_age)
         if is_sure:
             return self._stop_orphan(state, owner)
-        request_stop(self.run, reason=REASON, by=getpass.getuser())
+        request_stop(self.run, reason=REASON, by=user_name())
         self.say(f"{self.run.prefix}: asked {owner.name} to save and stop")
         if not wait and owner.presence == "there":
             return "asked"
@@ -111,7 +111,7 @@ class _Cancel:
         if state.live is None:
             stopped = Stopped(generation=state.generation, reason=REASON)
             return _append(self.run, stopped, actor)
-        request_stop(self.run, reason=REASON, by=getpass.getuser())
+        request_stop(self.run, reason=REASON, by=user_name())
         owner = Foreground(
             self.run,
             Stage(spec=None, spec_source=""),
@@ -141,7 +141,7 @@ class _Cancel:
         if acted:
             self.say("asked what still runs to save and stop; the next try of its task records the end")
             return "asked"
-        request_stop(self.run, reason=REASON, by=getpass.getuser())
+        request_stop(self.run, reason=REASON, by=user_name())
         self.say("nothing of it runs; the next try of its task finds the request and stops")
         return "asked"
 

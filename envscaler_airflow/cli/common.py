@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import getpass
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ import click
 
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.local_files import data_folder
+from envscaler_airflow.local_files import data_folder, user_name
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
 from envscaler_airflow.store.run import Run
@@ -110,7 +109,7 @@ def shell_key(store: Store, name: str, task: str) -> RunKey:
     """Key of a run started from a shell."""
     configured = os.environ.get("AIRFLOW__ENVSCALER__DEPLOYMENT") or None
     if configured is None and not store.url.startswith("file:"):
-        configured = f"shell-{getpass.getuser()}"
+        configured = f"shell-{user_name()}"
     return RunKey(deployment_of(store, configured), SHELL_DAG, name, task)
 
 
