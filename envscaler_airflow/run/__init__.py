@@ -1,5 +1,6 @@
 """The state machine of a run: events, their fold, and the next action. Pure."""
 
+from envscaler_airflow.run.actions import Action, Facts
 from envscaler_airflow.run.event_bodies import MAX_EVENT_BYTES, Actor, ChangeKind, Event, Handle
 from envscaler_airflow.run.outcomes import (
     OUTCOMES,
@@ -20,7 +21,7 @@ from envscaler_airflow.run.state import (
     fold,
     is_cleared,
 )
-from envscaler_airflow.run.steps import Action, Entry, Facts, enter, next_action
+from envscaler_airflow.run.steps import Entry, enter, next_action
 
 __all__ = [
     "MAX_EVENT_BYTES",

@@ -6,29 +6,15 @@ The owner carries the action out, records it as events, and asks again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run.actions import Action, Facts
 from envscaler_airflow.run.event_bodies import Actor, MoveRequested, StopRequested
-from envscaler_airflow.run.outcomes import End, NodeStatus, Observed, Recovery, end_of, outcome_of
+from envscaler_airflow.run.outcomes import NodeStatus, Recovery, end_of, outcome_of
+from envscaler_airflow.run.recovery import after_failure, still_fits
 from envscaler_airflow.run.state import AttemptState, Request, RunState, is_cleared
-
-MAX_FRUITLESS_ATTEMPTS = 5
-"""Consecutive attempts without a newer checkpoint after which a run fails. Chosen: with the back-off below,
-a disruption of a few minutes passes."""
-BACKOFF_FIRST_S = 10.0
-BACKOFF_LAST_S = 600.0
-"""First and longest wait between starts after an involuntary end, seconds. Chosen: a passing fault costs
-seconds, a lasting one causes six starts an hour."""
-OOM_MEMORY_FACTOR = 1.5
-"""Memory of the next attempt after an out-of-memory kill, times the last. Chosen: three rises triple it."""
-
-WORTH_A_START = 0.1
-"""Share of a budget that must be left to start another attempt after a machine's own deadline. Chosen: with
-less, a start and its last checkpoint would use most of it."""
 
 EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
 
@@ -108,75 +94,6 @@ def _kin(owner: Actor | None, actor: Actor) -> Literal["same life", "another lif
         return "another life" if is_later else "older"
     is_newer = is_above or (actor.try_number == owner.try_number and is_later)
     return "same life" if is_newer else "older"
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the owner knows in addition to the events.
-
-    Attributes:
-        observed: The live attempt; None if none is live or nothing could be observed.
-        spent_usd: Metered cost of this generation; None if a price is unknown.
-        budget_usd: Maximum cost of this generation; None for no limit.
-        reserve_usd: What the live attempt still costs if it is drained now.
-        backoff_is_over: True if this call comes after the wait that the last one requested.
-        is_overdue: True if a draining attempt did not end within its time.
-        memory_limit_bytes: Memory per node that the current attempt has; None when unlimited or unknown.
-        memory_cap_bytes: Most that memory may be raised to after an out-of-memory kill; None for the offer's.
-        oom_memory_factor: See :data:`OOM_MEMORY_FACTOR`.
-        max_fruitless_attempts: See :data:`MAX_FRUITLESS_ATTEMPTS`.
-    """
-
-    observed: Observed | None = None
-    spent_usd: float | None = None
-    budget_usd: float | None = None
-    reserve_usd: float = 0.0
-    backoff_is_over: bool = False
-    is_overdue: bool = False
-    memory_limit_bytes: int | None = None
-    memory_cap_bytes: int | None = None
-    oom_memory_factor: float = OOM_MEMORY_FACTOR
-    max_fruitless_attempts: int = MAX_FRUITLESS_ATTEMPTS
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One thing to do.
-
-    ``start``: intend and start the next attempt, on *target* if given. ``carry-out``: submit the
-    intended one. ``discard``: end one that was stopped before its start. ``end``: record *end*.
-    ``stop``: ask the live attempt to stop, for *why*. ``kill``: its time is over. ``judge``: answer a move
-    request. ``refuse``: refuse it. ``change``: advance a change in place. ``wait``: nothing now.
-    ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: deliver the result. ``mismatch``: this
-    version must not act.
-    """
-
-    kind: Literal[
-        "start",
-        "carry-out",
-        "discard",
-        "end",
-        "stop",
-        "kill",
-        "judge",
-        "refuse",
-        "change",
-        "wait",
-        "succeed",
-        "fail",
-        "halt",
-        "deliver",
-        "mismatch",
-    ]
-    reason: str = ""
-    why: str = ""
-    target: Allocation | None = None
-    memory_bytes: int | None = None
-    backoff_s: float = 0.0
-    end: End | None = None
-    request: Request | None = None
-    failure: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def next_action(state: RunState, facts: Facts) -> Action:
@@ -357,7 +274,7 @@ def _between_attempts(state: RunState, facts: Facts) -> Action:
         return Action("fail", reason=_budget_words(facts), failure="budget")
     if last is None:
         return Action("start", reason="first attempt of the generation")
-    return _after_stop(state, last) or _after_failure(state, last, facts)
+    return _after_stop(state, last) or after_failure(state, last, facts)
 
 
 def _after_stop(state: RunState, last: AttemptState) -> Action | None:
@@ -371,9 +288,7 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
             return Action("start", reason=f"cleared after a stop ({last.stop_why})")
         return _final(last.stop_why, last.stop_reason or "requested to stop")
     if last.stop_why == "move" and last.target is not None:
-        return Action(
-            "start", reason="moved", target=last.target, memory_bytes=_still_fits(last, last.target)
-        )
+        return Action("start", reason="moved", target=last.target, memory_bytes=still_fits(last, last.target))
     if last.stop_why == "spec-changed":
         return Action("start", reason="the spec changed")
     return None
@@ -383,139 +298,3 @@ def _final(why: str, reason: str) -> Action:
     """Return the end of the run that a stop for *why* causes."""
     is_halt = outcome_of(why).recovery == "stop"
     return Action("halt", reason=reason) if is_halt else Action("fail", reason=reason, failure=why)
-
-
-def _still_fits(last: AttemptState, target: Allocation | None) -> int | None:
-    """Return the memory that the last attempt needed, if the target has it; smaller ones are deliberate."""
-    memory = last.memory_bytes
-    if memory is None or target is None:
-        return memory
-    least = min(part.offer.memory_gib for part in target.parts)
-    return memory if least * 2**30 >= memory else None
-
-
-def _after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
-    counted = tuple(a for a in state.attempts_of(state.generation) if a.ended_number > state.cleared_number)
-    if not counted:
-        return Action("start", reason=f"taken up again after: {last.outcome}", target=_next_allocation(last))
-    recovery, target = outcome_of(last.outcome).recovery, _next_allocation(last)
-    is_full = recovery == "more-memory"
-    memory = _raised_memory(facts) if is_full else _still_fits(last, target)
-    if is_full and memory is None:
-        return Action("fail", reason=_at_cap(facts), failure=last.outcome)
-    if recovery == "resume-if-funded" and not _has_money_left(state, facts):
-        return Action("fail", reason=_words(last, "at the machine's own deadline"), failure=last.outcome)
-    failure = _hopeless(counted, facts)
-    if failure is not None:
-        return failure
-    if not facts.backoff_is_over:
-        return Action("wait", reason=f"after: {last.outcome}", backoff_s=backoff_s(counted))
-    reason = f"after: {last.outcome}" + (f" ({last.end.detail})" if last.end.detail else "")
-    return Action("start", reason=reason, target=target, memory_bytes=memory)
-
-
-def _has_money_left(state: RunState, facts: Facts) -> bool:
-    """Return True if the machine's own deadline, counted from its start, came before the money was spent.
-
-    That happens if the attempt waited unbilled, or had fewer nodes for a while. False for a stage with a
-    deadline, which may also have ended it.
-    """
-    if facts.budget_usd is None or facts.spent_usd is None or state.begun.deadline_s is not None:
-        return False
-    return facts.budget_usd - facts.spent_usd >= WORTH_A_START * facts.budget_usd
-
-
-def _next_allocation(last: AttemptState) -> Allocation | None:
-    """Return where the attempt was; None (plan again) if that was not available."""
-    if outcome_of(last.outcome).recovery == "next-offer":
-        return None
-    return last.target or last.next_allocation or last.allocation
-
-
-def backoff_s(attempts: tuple[AttemptState, ...]) -> float:
-    """Return seconds to wait before the next start; doubles with each consecutive fruitless end."""
-    refused = 0
-    for attempt in reversed(attempts):
-        if not _is_out_of_stock(attempt):
-            break
-        refused += 1
-    return wait_s(count_fruitless(attempts) + refused, first_s=BACKOFF_FIRST_S, most_s=BACKOFF_LAST_S)
-
-
-def count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
-    """Count the last consecutive attempts that ended without a request and without a newer checkpoint.
-
-    Ends that the owner requested count as progress. Attempts without capacity do not count; attempts that the
-    backend refused for good do.
-    """
-    count, newest = 0, -1
-    for attempt in attempts:
-        if _is_out_of_stock(attempt):
-            continue
-        step = attempt.checkpoint_step
-        is_newer = step is not None and step > newest
-        newest = max(newest, -1 if step is None else step)
-        is_requested = outcome_of(attempt.stop_why).caused_by == "owner"
-        count = 0 if is_newer or is_requested else count + 1
-    return count
-
-
-def _is_out_of_stock(attempt: AttemptState) -> bool:
-    return attempt.outcome == "not-started" and attempt.end.failure in (None, "capacity")
-
-
-def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None:
-    last = attempts[-1]
-    recovery, failure = outcome_of(last.outcome).recovery, last.end.failure or ""
-    if recovery == "next-offer" and outcome_of(failure).is_final:
-        return Action("fail", reason=last.end.detail or last.outcome, failure=failure)
-    if recovery == "fail-if-repeated":
-        if not _is_seen_to_train(last):
-            return Action("fail", reason=_words(last, "before its first step was seen"), failure=last.outcome)
-        before = attempts[-2] if len(attempts) > 1 else None
-        if before is not None and _is_same_error(before, last):
-            when = "twice" if last.step is None else f"twice at step {last.step}"
-            return Action("fail", reason=_words(last, when), failure=last.outcome)
-    fruitless = count_fruitless(attempts)
-    if fruitless >= facts.max_fruitless_attempts:
-        reason = _words(last, f"{fruitless} attempts in a row without a newer checkpoint")
-        return Action("fail", reason=reason, failure=last.outcome)
-    return None
-
-
-def _is_seen_to_train(attempt: AttemptState) -> bool:
-    """Return True if it made a step or a checkpoint: code that reports no steps still makes checkpoints."""
-    if attempt.step is None:
-        return attempt.checkpoint_step is not None
-    return attempt.step > (attempt.end.start_step or 0)
-
-
-def _is_same_error(one: AttemptState, other: AttemptState) -> bool:
-    ends = [(end.outcome, end.exit_code, end.signal, end.step) for end in (one.end, other.end)]
-    return ends[0] == ends[1]
-
-
-def _words(last: AttemptState, when: str) -> str:
-    code = last.end.exit_code
-    exits = f", exit code {code}" if code is not None else ""
-    detail = last.end.detail or ""
-    if detail == f"exit code {code}":
-        detail = ""
-    return f"{last.outcome} {when}{exits}" + (f": {detail}" if detail else "")
-
-
-def _raised_memory(facts: Facts) -> int | None:
-    limit, cap = facts.memory_limit_bytes, facts.memory_cap_bytes
-    if limit is None or (cap is not None and limit >= cap):
-        return None
-    raised = int(limit * facts.oom_memory_factor)
-    return raised if cap is None else min(raised, cap)
-
-
-def _at_cap(facts: Facts) -> str:
-    limit = facts.memory_limit_bytes
-    gib = "unknown" if limit is None else f"{limit / 2**30:.2f} GiB"
-    return (
-        f"out of memory at its cap ({gib} per node): give resources.limits.memory or "
-        f"failure.oom_memory_cap more"
-    )
