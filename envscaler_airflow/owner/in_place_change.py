@@ -9,7 +9,7 @@ from typing import Any, Literal
 from envscaler_airflow.backends.base import Backend, MarksNodes, RescalesInPlace, ResizesInPlace
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, CapacityError
-from envscaler_airflow.owner import drain
+from envscaler_airflow.owner import stop
 from envscaler_airflow.owner.choose import least_memory_bytes
 from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.owner.stage import Waiting
@@ -254,8 +254,8 @@ def change(owned: OwnedRun, state: RunState, action: Action) -> RunState | Waiti
     reason = f"{change.reason}; {got.reason}" if got.reason else change.reason
     if got.state == "move":
         moved = replace(action, why="move", reason=reason)
-        body = drain.stop_event(owned, state, moved, owned.spec(state).checkpoint_align, change.target)
-        return drain.record_stop(owned, state, body)
+        body = stop.stop_event(owned, state, moved, owned.spec(state).checkpoint_align, change.target)
+        return stop.record_stop(owned, state, body)
     key: dict[str, Any] = {"generation": live.generation, "attempt": live.number, "kind": change.kind}
     if got.state == "undone":
         return owned.append(state, ChangeUndone(**key, reason=reason))
@@ -273,7 +273,7 @@ def change(owned: OwnedRun, state: RunState, action: Action) -> RunState | Waiti
 
 
 def _waiting_for_change(owned: OwnedRun, state: RunState, got: ChangeResult) -> Waiting:
-    live, waiting = live_of(state), drain.waiting(owned, state, got.reason)
+    live, waiting = live_of(state), stop.waiting(owned, state, got.reason)
     assert live.change is not None
     watching = replace(
         waiting.watching,

@@ -10,7 +10,7 @@ from typing import Any
 from envscaler_airflow.backends.base import Backend, CountsFree
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import BackendError, NoOfferError
-from envscaler_airflow.owner import choose, drain, in_place_change
+from envscaler_airflow.owner import choose, in_place_change, stop
 from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.planning import Allocation
@@ -59,9 +59,9 @@ def answer(owned: OwnedRun, state: RunState, action: Action) -> RunState:
         return owned.append(state, MoveDeferred(**answer, kind=way))
     if way != "move":
         return owned.append(state, ChangeIntended(**answer, kind=way))
-    stopping = drain.stop_event(owned, state, replace(action, why="move"), spec.checkpoint_align)
+    stopping = stop.stop_event(owned, state, replace(action, why="move"), spec.checkpoint_align)
     accepted = MoveAccepted(**answer, align=stopping.align, grace_s=stopping.grace_s)
-    return drain.record_stop(owned, state, accepted)
+    return stop.record_stop(owned, state, accepted)
 
 
 def refuse(owned: OwnedRun, state: RunState, action: Action) -> RunState:

@@ -23,7 +23,6 @@ from envscaler_airflow.errors import (
 )
 from envscaler_airflow.owner import (
     choose,
-    drain,
     facts,
     freeze,
     in_place_change,
@@ -31,6 +30,7 @@ from envscaler_airflow.owner import (
     move,
     report,
     start,
+    stop,
 )
 from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.owner.stage import (
@@ -190,9 +190,9 @@ class Owner:
             stop_now = bodies.StopRequested(reason=reason, by=f"ti {self.owned.actor.ti_id}", why="timeout")
             self.owned.run.events.append_request(stop_now, actor=None)
         self.owned.check_owner(state := self.owned.run.events.load())
-        stop = next((item for item in state.pending if item.is_timeout), None)
-        if stop is not None and state.live is not None and state.live.phase == "started":
-            drain.stop(self.owned, state, Action("stop", why="timeout", reason=reason, request=stop))
+        asked = next((item for item in state.pending if item.is_timeout), None)
+        if asked is not None and state.live is not None and state.live.phase == "started":
+            stop.stop(self.owned, state, Action("stop", why="timeout", reason=reason, request=asked))
 
     def _advance(self, state: RunState, wake: Wake) -> Waiting | Delivered:
         self._releaser.begin()
@@ -473,12 +473,12 @@ _ACTIONS: Mapping[str, Callable[[OwnedRun, RunState, Action], _Result]] = {
     "carry-out": start.carry_out,
     "discard": start.discard,
     "end": _end,
-    "stop": drain.stop,
-    "kill": drain.kill,
+    "stop": stop.stop,
+    "kill": stop.kill,
     "judge": move.answer,
     "refuse": move.refuse,
     "change": in_place_change.change,
-    "wait": drain.wait,
+    "wait": stop.wait,
     "succeed": _succeed,
     "fail": _fail,
     "halt": _halt,

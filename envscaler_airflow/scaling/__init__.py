@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from envscaler_airflow.planning import Allocation
+from envscaler_airflow.scaling.cooldown import holds, holds_all
 from envscaler_airflow.scaling.decision import (
     Check,
     Decision,
@@ -29,7 +30,6 @@ from envscaler_airflow.scaling.decision import (
     table_files,
 )
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
-from envscaler_airflow.scaling.guards import holds, holds_all
 from envscaler_airflow.scaling.observation import (
     Ask,
     Done,

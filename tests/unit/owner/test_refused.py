@@ -13,7 +13,7 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import RunState, fold
 from envscaler_airflow.run.event_bodies import Event, read_body
 from envscaler_airflow.scaling import Observation, Policy, Proposal, Want
-from envscaler_airflow.scaling.guards import holds
+from envscaler_airflow.scaling.cooldown import holds
 from envscaler_airflow.scaling.observation import Refused
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ElasticBackend

@@ -1,4 +1,4 @@
-"""Limits that apply to every policy, checked in one place."""
+"""The cool-down and the other limits on moves, which hold for every policy."""
 
 from __future__ import annotations
 

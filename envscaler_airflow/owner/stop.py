@@ -1,4 +1,4 @@
-"""Drain a running attempt: ask it to save and stop, kill it if it does not, and wait."""
+"""Stop a running attempt, also after a cancel: ask it to save and stop, wait, and kill it if it does not."""
 
 from __future__ import annotations
 
