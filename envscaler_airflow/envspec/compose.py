@@ -107,8 +107,7 @@ class _Gatherer:
         return kept
 
     def fault(self, node: Node, text: str) -> None:
-        if not node.is_broken:
-            self.faults.add(node.file, node.line, node.path, text)
+        node.fault(text, self.faults)
 
     def follow(self, node: Node, folder: Path, root: Path, above: tuple[Path, ...]) -> None:
         self.files += 1

@@ -118,6 +118,11 @@ class Node:
         """A copy of this map without *names*."""
         return self.with_value({key: item for key, item in self.value.items() if key not in names})
 
+    def fault(self, text: str, faults: Faults) -> None:
+        """Record a fault at this place, unless one was already reported for it."""
+        if not self.is_broken:
+            faults.add(self.file, self.line, self.path, text)
+
     def entry_path(self, name: str | int) -> str:
         """Path of an entry of this map or list."""
         return _join(self.path, name)

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import re
+from pathlib import Path
 
-MEMORY_GB: dict[str, float] = {
-    "A10": 24,
-    "A100": 40,
-    "A100-80GB": 80,
-    "A10G": 24,
-    "A40": 48,
-    "A6000": 48,
-    "B200": 180,
-    "B300": 288,
-    "GH200": 96,
-    "H100": 80,
-    "H100-NVL": 94,
-    "H200": 141,
-    "K80": 12,
-    "L4": 24,
-    "L40": 48,
-    "L40S": 48,
-    "M60": 8,
-    "MI300X": 192,
-    "MI325X": 256,
-    "P100": 16,
-    "P4": 8,
-    "P40": 24,
-    "RTX2080Ti": 11,
-    "RTX3090": 24,
-    "RTX4090": 24,
-    "RTX5090": 32,
-    "RTX6000": 24,
-    "RTX6000Ada": 48,
-    "RTXPRO4500": 32,
-    "RTXPRO6000": 96,
-    "T4": 16,
-    "T4g": 16,
-    "V100": 16,
-    "V100-32GB": 32,
-}
-"""Nominal memory of one GPU in GB, by canonical name.
-
-Source: vendors' datasheets; names as in SkyPilot's catalog.
-"""
+_TABLE = Path(__file__).with_name("gpu_names.csv").read_text(encoding="utf-8").splitlines()
+_ROWS = tuple(csv.DictReader(line for line in _TABLE if not line.startswith("#")))
+MEMORY_GB: dict[str, float] = {row["name"]: float(row["memory_gb"]) for row in _ROWS}
+"""Nominal memory of one GPU in GB, by canonical name. Source: the first lines of the table."""
 
 _SIZES: dict[str, tuple[str, ...]] = {
     "A100": ("A100", "A100-80GB"),
@@ -56,26 +22,7 @@ _SIZES: dict[str, tuple[str, ...]] = {
 _EITHER_SIZE = frozenset({"nvidia-a100"})
 """Aliases that name a model without its size."""
 
-_ALIASES: dict[str, str] = {
-    "a100-40gb": "A100",
-    "a100-80gb-pcie": "A100-80GB",
-    "a100-80gb-sxm": "A100-80GB",
-    "a100-sxm4-40gb": "A100",
-    "a100-sxm4-80gb": "A100-80GB",
-    "ampere-a100": "A100",
-    "gh200-96gb": "GH200",
-    "h100-80gb": "H100",
-    "h100-80gb-hbm3": "H100",
-    "h100-mega-80gb": "H100",
-    "h100-pcie": "H100",
-    "h100-sxm": "H100",
-    "h200-141gb": "H200",
-    "p100-16gb": "P100",
-    "rtxa6000": "A6000",
-    "v100-16gb": "V100",
-    "v100-sxm2-16gb": "V100",
-    "v100-sxm2-32gb": "V100-32GB",
-}
+_ALIASES = {alias: row["name"] for row in _ROWS for alias in row["aliases"].split()}
 _BY_LOWER = {name.lower(): name for name in MEMORY_GB} | _ALIASES
 _BY_BARE = {re.sub(r"[^a-z0-9]", "", name): found for name, found in _BY_LOWER.items()}
 """The aliases without word separators: ``rtx4090`` for ``RTX 4090``."""

@@ -207,14 +207,14 @@ class _Resolver:
                 continue
             listed = _listed_names(node)
             if listed is None:
-                faults.add(node.file, node.line, node.path, "is no list of names; write inputs: [model]")
+                node.fault("is no list of names; write inputs: [model]", faults)
                 continue
             names = (names or set()) | set(listed)
             for name in sorted(set(listed) - set(self.inputs)) if self.inputs is not None else ():
                 known = ", ".join(sorted(self.inputs or ())) or "none"
                 missing = f"input {name!r:.60} is missing (known: {known})"
                 text = f"{missing}; hand it over: inputs={{...}}, or --input"
-                faults.add(node.file, node.line, node.path, text)
+                node.fault(text, faults)
         return None if names is None else frozenset(names)
 
     def base_dirs(self, tree: Node) -> dict[str, str]:

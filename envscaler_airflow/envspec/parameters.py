@@ -10,7 +10,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envscaler_airflow.envspec import patterns
@@ -142,9 +142,7 @@ def declare(root: Node | None, faults: Faults) -> dict[str, Parameter | None]:
     if root is None or root.value is None:
         return {}
     if not root.is_map:
-        faults.add(
-            root.file, root.line, root.path, "got no map; write parameters: {gpu_count: {type: integer}}"
-        )
+        root.fault("got no map; write parameters: {gpu_count: {type: integer}}", faults)
         return {}
     check_secrets(root, faults)
     declared: dict[str, Parameter | None] = {}
@@ -156,8 +154,7 @@ def declare(root: Node | None, faults: Faults) -> dict[str, Parameter | None]:
 
 def _declare_one(name: str, node: Node, faults: Faults) -> Parameter | None:
     def fault(text: str, at: Node = node) -> None:
-        if not at.is_broken:
-            faults.add(at.file, at.line, at.path, text)
+        at.fault(text, faults)
 
     if not _NAME.match(name):
         fault(f"{name!r:.60} is no parameter name; write letters, digits and _, such as gpu_count")
@@ -224,9 +221,7 @@ def _build(name: str, node: Node, body: dict[str, Node], fault: Callable[..., No
     except ValueError as err:
         fault(f"default: {err}", body["default"])
         return None
-    return Parameter(
-        **{key: getattr(draft, key) for key in draft.__slots__ if key != "default"}, default=default
-    )
+    return replace(draft, default=default)
 
 
 def _check_definition(
@@ -329,16 +324,16 @@ def _value(parameter: Parameter, given: Any, faults: Faults) -> Any:
     node = parameter.node
     if given is None:
         text = f"has no value and no default; give one: --set {parameter.name}=..., or parameters={{...}}"
-        faults.add(node.file, node.line, node.path, text)
+        node.fault(text, faults)
         return BROKEN
     if isinstance(given, str) and (has_secret_shape(given) or has_userinfo(given)):
         text = f"the value given looks like a secret; write value_from: {REFERENCE_FORMS} in the spec"
-        faults.add(node.file, node.line, node.path, text)
+        node.fault(text, faults)
         return BROKEN
     try:
         return parameter.read(given)
     except ValueError as err:
-        faults.add(node.file, node.line, node.path, str(err))
+        node.fault(str(err), faults)
         return BROKEN
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import TypeAdapter
 
 from envscaler_airflow.envspec import fields as kinds
@@ -145,72 +147,8 @@ _UNITS: tuple[tuple[Any, str, str], ...] = (
 _PLAIN = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
 _MADE_UP = {"integer": "2", "number": "0.5", "boolean": "true"}
 
-_BY_FIELD: dict[str, str] = {
-    "EnvSpec.description": "Fine-tuning on GLUE.",
-    "EnvSpec.system_packages": "[git, git-lfs]",
-    "EnvSpec.runtimes": "[{type: python, requirements: requirements.txt}]",
-    "EnvSpec.num_nodes": "1..4",
-    "EnvSpec.volumes": "[{name: data, source: s3://bucket/glue, mount_path: /data}]",
-    "EnvSpec.env": '[{name: OMP_NUM_THREADS, value: "4"}]',
-    "EnvSpec.outputs": "{model: /output/model}",
-    "EnvSpec.distributed": "{launcher: torchrun, global_batch: 256}",
-    "EnvSpec.checkpoint": "{path: /output/checkpoints, every: 10m}",
-    "EnvSpec.scaling": "{min_nodes: 1, max_nodes: 4}",
-    "EnvSpec.stall": "{factor: 20, min: 10m}",
-    "EnvSpec.failure": "{max_fruitless_attempts: 3}",
-    "Base.distro": "debian",
-    "Base.credentials": "env:REGISTRY_LOGIN",
-    "Base.provides": "{torch: 2.1.0}",
-    "Runtime.version": '"3.10"',
-    "Runtime.requirements": "requirements.txt",
-    "Runtime.channels": "[conda-forge]",
-    "Runtime.credentials": "env:WHEELS_LOGIN",
-    "Resources.requests": "{cpu: 8, memory: 32Gi}",
-    "Resources.limits": "{memory: 64Gi}",
-    "Resources.region": "us-east-1",
-    "Resources.zone": "us-east-1a",
-    "Resources.instance_type": "g5.xlarge",
-    "Resources.disk_tier": "high",
-    "Resources.disk_size": "200Gi",
-    "Resources.any_of": "[{requests: {gpu: {type: H100}}}, {requests: {gpu: {type: A100}}}]",
-    "Resources.ordered": "[{use_spot: true}, {use_spot: false}]",
-    "Requests.gpu": "{count: 2, type: [A100-80GB, H100]}",
-    "Volume.name": "data",
-    "Volume.source": "s3://bucket/glue",
-    "Volume.mount_path": "/data",
-    "Volume.region": "us-east-1",
-    "Volume.zone": "us-east-1a",
-    "Volume.size": "200Gi",
-    "Volume.storage_class": "fast-ssd",
-    "EnvVar.value": '"4"',
-    "EnvVar.value_from": "secret:wandb/api-key",
-    "Checkpoint.path": "/output/checkpoints",
-    "Checkpoint.every": "100 steps",
-    "Scaling.rules": "[{metric: gpu_utilization, above: 80, for: 3 samples}]",
-    "Scaling.target": "{gpu_utilization: 70}",
-    "Scaling.phases": "{warmup: {nodes: 1}, train: {nodes: 4}}",
-    "Scaling.speedup": "[{offer: local/cpu-2, relative_to: local/cpu-1, mean: 1.7, stdev: 0.2, source: a}]",
-    "MetricRule.for": "5m",
-    "MetricRule.prometheus": "avg(DCGM_FI_PROF_GR_ENGINE_ACTIVE)",
-    "MetricRule.above": "80",
-    "MetricRule.below": "20",
-    "Distributed.world_size": "16",
-    "Distributed.global_batch": "256",
-    "Distributed.model_parallel": "8",
-    "Stall.factor": "20",
-    "Failure.oom_memory_factor": "1.5",
-    "Failure.oom_memory_cap": "128Gi",
-    "Scaling.cooldown": "30m",
-    "Scaling.tolerance": "0.1",
-    "Scaling.max_nodes": "4",
-    "Speedup.mean": "1.7",
-    "Speedup.stdev": "0.2",
-    "Speedup.offer": "local/cpu-2",
-    "Speedup.relative_to": "local/cpu-1",
-    "Speedup.source": "measured on 2026-01-10",
-    "Metrics.log_patterns": "{loss: 'loss ([0-9.]+)'}",
-}
-"""Examples for fields whose type has no fitting example."""
+EXAMPLES_FILE = "field_examples.yaml"
+"""Examples for fields whose type has no fitting example, beside this module."""
 
 
 def schema_text() -> str:
@@ -297,11 +235,19 @@ def _default(field: dict[str, Any]) -> str:
     return "none" if value in (None, "", [], {}) else f"`{_shown(value)}`"
 
 
+@cache
+def _examples() -> dict[str, str]:
+    found: dict[str, str] = yaml.safe_load(
+        Path(__file__).with_name(EXAMPLES_FILE).read_text(encoding="utf-8")
+    )
+    return found
+
+
 def _example(name: str, field: dict[str, Any]) -> str:
     """Example of the field *name* or of its type; otherwise the first choice or a plain value."""
     field = _present(field)
-    if name in _BY_FIELD or "examples" in field:
-        return _shown(_BY_FIELD.get(name) or field["examples"][0])
+    if name in _examples() or "examples" in field:
+        return _shown(_examples().get(name) or field["examples"][0])
     if "$ref" in field:
         model = _model(field)
         first, inner = next(iter(_parts()[model]["properties"].items()))

@@ -229,15 +229,15 @@ def _assigns_secret(text: str) -> bool:
 
 def _check_text(node: Node, faults: Faults) -> None:
     if has_secret_shape(node.value):
-        _fault(
-            node, f"holds what looks like a secret; write a reference: value_from: {REFERENCE_FORMS}", faults
+        node.fault(
+            f"holds what looks like a secret; write a reference: value_from: {REFERENCE_FORMS}", faults
         )
     elif has_userinfo(node.value):
         fix = "leave user and password out and write credentials: or value_from: connection:ID/password"
-        _fault(node, f"is a URL with a user or password; {fix}", faults)
+        node.fault(f"is a URL with a user or password; {fix}", faults)
     elif _assigns_secret(node.value):
-        _fault(
-            node, f"sets a secret by a literal; write an env entry with value_from: {REFERENCE_FORMS}", faults
+        node.fault(
+            f"sets a secret by a literal; write an env entry with value_from: {REFERENCE_FORMS}", faults
         )
 
 
@@ -246,12 +246,12 @@ def _check_map(node: Node, faults: Faults) -> None:
     if name is not None and value is not None and is_secret_name(str(name.value)) and is_literal(value.value):
         reference = f"secret:NAME/{secret_key(str(name.value), '')}"
         fix = f"value_from: {reference} (or env:NAME, connection:ID/field, variable:NAME)"
-        _fault(value, f"a literal under the secret's name {name.value!r:.60}; write {fix}", faults)
+        value.fault(f"a literal under the secret's name {name.value!r:.60}; write {fix}", faults)
     for key, item in node.value.items():
         if key in ("credentials", "value_from") or item.is_map or item.is_list:
             continue
         if is_secret_name(key) and is_literal(item.value):
-            _fault(item, f"a literal under a secret's name; write value_from: {REFERENCE_FORMS}", faults)
+            item.fault(f"a literal under a secret's name; write value_from: {REFERENCE_FORMS}", faults)
 
 
 def _check_arguments(node: Node, faults: Faults) -> None:
@@ -261,7 +261,7 @@ def _check_arguments(node: Node, faults: Faults) -> None:
     is_for_users = any(isinstance(word, str) and _USER_PROGRAMS.search(word) for word in words)
     command = " ".join(word for word in words if isinstance(word, str) and not any(map(str.isspace, word)))
     if any(_is_given(value) for flag in _PASSWORD_FLAGS for value in flag.findall(command)):
-        _fault(node, f"gives a secret as an argument; {_AS_VARIABLE}", faults)
+        node.fault(f"gives a secret as an argument; {_AS_VARIABLE}", faults)
     for index, item in enumerate(node.value):
         if not isinstance(item.value, str):
             continue
@@ -272,7 +272,7 @@ def _check_arguments(node: Node, faults: Faults) -> None:
         else:
             is_secret = kind is None and _is_secret_argument(item.value, after, is_for_users=is_for_users)
         if is_secret:
-            _fault(item, f"gives a secret as an argument; {_AS_VARIABLE}", faults)
+            item.fault(f"gives a secret as an argument; {_AS_VARIABLE}", faults)
 
 
 def _is_secret_argument(text: str, after: object, *, is_for_users: bool) -> bool:
@@ -320,8 +320,3 @@ def _gives_secret(text: str, *, is_shell: bool) -> bool:
 
 def _is_given(value: str) -> bool:
     return is_literal(value) and not value.startswith("-") and not value.isdigit()
-
-
-def _fault(node: Node, text: str, faults: Faults) -> None:
-    if not node.is_broken:
-        faults.add(node.file, node.line, node.path, text)

@@ -61,7 +61,7 @@ def _split(node: Node, faults: Faults) -> Node:
         else:
             left = iter(expressions)
             return node_of([re.sub("\ue000", lambda _: next(left), word) for word in words], node)
-    faults.add(node.file, node.line, node.path, problem)
+    node.fault(problem, faults)
     return replace(node, is_broken=True)
 
 
@@ -72,8 +72,7 @@ class _Normaliser:
         self.faults = faults
 
     def fault(self, node: Node, text: str) -> Node:
-        if not node.is_broken:
-            self.faults.add(node.file, node.line, node.path, text)
+        node.fault(text, self.faults)
         return replace(node, is_broken=True)
 
     def document(self, document: Node) -> Node:

@@ -142,7 +142,7 @@ def _scalar(node: Node, names: Names, faults: Faults) -> Node:
     except _BrokenParameterError:
         return replace(node, is_broken=True)
     except _TemplateFaultError as err:
-        faults.add(node.file, node.line, node.path, str(err))
+        node.fault(str(err), faults)
         return replace(node, is_broken=True)
     return replace(node, value=value, raw=None)
 
@@ -324,7 +324,7 @@ def _check_script(
         for member in dict.fromkeys(_unquoted(text, can_quote=can_quote)):
             group, name = member
             if name in (free if group == "parameters" else free_inputs):
-                faults.add(node.file, node.line, node.path, _words(group, name, kind, place))
+                node.fault(_words(group, name, kind, place), faults)
 
 
 def _words(group: str, name: str, kind: ScriptKind, place: str) -> str:

@@ -52,7 +52,7 @@ def validate(tree: Node, faults: Faults, *, resolved: Mapping[str, Any]) -> EnvS
     for name in RESOLVED_FIELDS:
         item = tree.get(name)
         if item is not None and name not in _DOCUMENT_FIELDS:
-            faults.add(item.file, item.line, item.path, _unknown_field(name, [], is_document=True))
+            item.fault(_unknown_field(name, [], is_document=True), faults)
     body = {**tree.plain(), **resolved}
     try:
         return EnvSpec.model_validate(body)
