@@ -17,8 +17,8 @@ from envscaler_airflow.backends.base import SIDECAR_IMAGE
 from envscaler_airflow.cli.common import default_store_url, not_empty, output_option
 from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.follow import bar
-from envscaler_airflow.cli.specs import environment_secret, pairs, spec_options, spec_registry
-from envscaler_airflow.envspec import EnvSpec, load_spec
+from envscaler_airflow.cli.specs import SpecSource, environment_secret, pairs, spec_options
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.build import (
@@ -141,9 +141,7 @@ def agent_wheel_command(*, out: Path, as_json: bool) -> None:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @output_option
 def build(
-    path: str,
-    parameters: dict[str, str],
-    inputs: dict[str, str] | None,
+    source: SpecSource,
     command: tuple[str, ...],
     target: str,
     *,
@@ -154,7 +152,7 @@ def build(
 
     A COMMAND after -- runs in the image before it is pushed, such as `-- pytest`.
     """
-    spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
+    spec = source.load(target).spec
     requirements, options = read_requirements(spec), _options(given)
     if options.name is None and (repository := os.environ.get("ENVSCALER_IMAGE_REPOSITORY")):
         options = replace(options, name=image_name(spec, requirements, repository))

@@ -28,9 +28,9 @@ from envscaler_airflow.cli.market import (
     quantity,
     rejected_body,
 )
-from envscaler_airflow.cli.specs import spec_options, spec_registry
+from envscaler_airflow.cli.specs import SpecSource, spec_options
 from envscaler_airflow.clouds import all_clouds, price_sources, schemes, tariffs
-from envscaler_airflow.envspec import EnvSpec, load_spec
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import (
@@ -105,10 +105,8 @@ COLUMNS = (
 @output_option
 @market_options
 def plan_command(
-    path: str,
     *,
-    parameters: dict[str, str],
-    inputs: dict[str, str] | None,
+    source: SpecSource,
     target: str | None,
     table: OfferTable,
     scope: Scope,
@@ -124,7 +122,7 @@ def plan_command(
         print_jobs()
         return
     _check_together(options)
-    spec = load_spec(path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry())
+    spec = source.load(target).spec
     if _told_missing(spec, target, as_json=options["as_json"]):
         return
     needs = _needs(spec, options)

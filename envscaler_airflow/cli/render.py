@@ -15,9 +15,8 @@ from envscaler_airflow.backends import backend_names
 from envscaler_airflow.backends.base import AttemptRequest, Backend, PreparesSpecs, ShowsAttempts
 from envscaler_airflow.cli.backends import shell_backend
 from envscaler_airflow.cli.common import default_store_url, output_option
-from envscaler_airflow.cli.specs import environment_secret, spec_options, spec_registry, write_artefact
+from envscaler_airflow.cli.specs import SpecSource, environment_secret, spec_options
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.envspec.loading import load_with_sources
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.artefacts import Artefact, yaml_text
@@ -56,9 +55,7 @@ OTHER_NAMES = {"docker": "dockerfile", "local": "venv"}
 )
 @output_option
 def render(
-    path: str,
-    parameters: dict[str, str],
-    inputs: dict[str, str] | None,
+    source: SpecSource,
     target: str,
     variant: str | None,
     image: str | None,
@@ -74,9 +71,7 @@ def render(
         known = sorted({"spec", *RENDERINGS, *OTHER_NAMES, *backend_names()})
         raise SpecError(f"--target {target!r:.60}: write one of {', '.join(known)}")
     overlay = variant or VARIANTS.get(kind, kind if is_backend else None)
-    loaded = load_with_sources(
-        path, parameters=parameters, target=overlay, inputs=inputs, registry=spec_registry()
-    )
+    loaded = source.load(overlay)
     if kind == "spec":
         found = render_spec(loaded)
     elif is_backend:
@@ -144,10 +139,7 @@ def _locked(kind: str, spec: EnvSpec, requirements: Requirements) -> Requirement
 
 def _give(found: list[Artefact], folder: Path | None, *, as_json: bool) -> None:
     if folder is not None:
-        paths = [
-            str(write_artefact(folder, item.name, item.text, is_executable=item.is_executable))
-            for item in found
-        ]
+        paths = [str(item.write(folder)) for item in found]
         click.echo(json.dumps({"files": paths}) if as_json else "\n".join(paths))
         return
     if as_json:

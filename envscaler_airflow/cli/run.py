@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -20,10 +21,11 @@ from envscaler_airflow.cli.common import (
     store_option,
     without_deadline,
 )
-from envscaler_airflow.cli.environment import LocalEnvironment, find_lock, local_environment, run_docker
+from envscaler_airflow.cli.environment import find_lock, local_environment, run_docker
 from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
-from envscaler_airflow.cli.specs import environment_secret, refuse_own_secrets, spec_options, spec_to_run
+from envscaler_airflow.cli.specs import SpecSource, environment_secret, refuse_own_secrets, spec_options
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.images.locks import LOCK
 from envscaler_airflow.images.needs import lacking_code
@@ -78,10 +80,8 @@ _fresh_option = click.option("--fresh", is_flag=True, help="Start from the begin
 @output_option
 @store_option
 def run(
-    path: str,
     *,
-    parameters: dict[str, str],
-    inputs: dict[str, str] | None,
+    source: SpecSource,
     store: Store,
     command: tuple[str, ...],
     as_json: bool,
@@ -94,14 +94,13 @@ def run(
     A COMMAND after -- replaces the entrypoint. With --target local it must still produce every output in the
     spec, or the run fails.
     """
-    given, target = inputs or {}, options["target"]
+    target = options["target"]
     if target == "docker":
         _check_container_options()
     check_store(store)
-    spec = spec_to_run(path, parameters=parameters, inputs=given, target=target)
+    spec = replace(source, inputs=source.inputs or {}).to_run(target)
     refuse_own_secrets(spec)
-    name = options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    key = shell_key(store, name, spec.name)
+    key = _key(store, spec, options["name"])
     if options["restore_from"] and (options["fresh"] or _begins(store, key)):
         _check_origin(options["restore_from"])
     lock = find_lock(options["locked"], store) if options["locked"] else None
@@ -117,12 +116,13 @@ def run(
         spec, lock=lock, install_system=options["install_system"], say=_say, resolve_secret=environment_secret
     )
     store.write(f"{key.prefix}/{LOCK}", made.lock.to_text().encode())
-    stage = _stage(made, path, parameters, given, options)
-    if not as_json:
-        click.echo(f"run: {key.prefix}")
-    voice = Voice(to_stderr=as_json)
-    run = Run(store, key, snapshots=True)
-    own_and_tell(Foreground(run, stage, shell_backend("local"), voice, shell_actor(run)), as_json=as_json)
+    stage = replace(
+        _stage(made.spec, source, options),
+        value_of_hour=options["value_of_hour"],
+        restore_from=options["restore_from"],
+        python=None if made.python is None else str(made.python),
+    )
+    _own(store, key, stage, shell_backend("local"), as_json=as_json)
 
 
 def _check_container_options() -> None:
@@ -165,26 +165,29 @@ def _check_origin(uri: str) -> None:
         raise SpecError(f"--restore-from {uri}: it is a {kind}, not a checkpoint")
 
 
-def _stage(
-    made: LocalEnvironment,
-    path: str,
-    parameters: dict[str, str],
-    inputs: dict[str, str],
-    options: dict[str, Any],
-) -> Stage:
+def _key(store: Store, spec: EnvSpec, name: str | None) -> RunKey:
+    return shell_key(store, name or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}", spec.name)
+
+
+def _stage(spec: EnvSpec, source: SpecSource, options: dict[str, Any]) -> Stage:
+    """The stage by the options that ``run`` and ``submit`` share."""
     return Stage(
-        spec=made.spec,
-        spec_source=path,
-        parameters=parameters,
-        inputs=inputs,
+        spec=spec,
+        spec_source=source.path,
+        parameters=source.parameters,
+        inputs=source.inputs or {},
         strategy=options["strategy"],
-        value_of_hour=options["value_of_hour"],
         budget_usd=options["budget_usd"],
         restart="fresh" if options["fresh"] else "resume",
-        restore_from=options["restore_from"],
         resolve_secret=environment_secret,
-        python=None if made.python is None else str(made.python),
     )
+
+
+def _own(store: Store, key: RunKey, stage: Stage, backend: Backend, *, as_json: bool) -> None:
+    if not as_json:
+        click.echo(f"run: {key.prefix}")
+    run, voice = Run(store, key, snapshots=True), Voice(to_stderr=as_json)
+    own_and_tell(Foreground(run, stage, backend, voice, shell_actor(run)), as_json=as_json)
 
 
 def _say(line: str) -> None:
@@ -202,9 +205,7 @@ def _say(line: str) -> None:
 @store_option
 def submit(
     *,
-    path: str,
-    parameters: dict[str, str],
-    inputs: dict[str, str] | None,
+    source: SpecSource,
     store: Store,
     backend: Backend,
     as_json: bool,
@@ -219,26 +220,12 @@ def submit(
     status, logs, cancel and report take the run's name on any machine that can reach the store.
     """
     check_store(store)
-    spec = spec_to_run(path, parameters=parameters, inputs=inputs, target=backend.name)
+    spec = source.to_run(backend.name)
     refuse_own_secrets(spec)
     if isinstance(backend, PreparesSpecs):
         spec = backend.prepare(spec)
-    name = str(options["name"] or f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}")
-    key = shell_key(store, name, spec.name)
-    stage = Stage(
-        spec=spec,
-        spec_source=path,
-        parameters=parameters,
-        inputs=inputs or {},
-        strategy=options["strategy"],
-        budget_usd=options["budget_usd"],
-        restart="fresh" if options["fresh"] else "resume",
-        resolve_secret=backend_type(backend.name).resolver(environment_secret),
-    )
-    if not as_json:
-        click.echo(f"run: {key.prefix}")
+    resolver = backend_type(backend.name).resolver(environment_secret)
+    stage = replace(_stage(spec, source, options), resolve_secret=resolver)
     if isinstance(backend, SharesWatch):
         backend.share_watch()  # one watch instead of a question each second
-    run = Run(store, key, snapshots=True)
-    voice = Voice(to_stderr=as_json)
-    own_and_tell(Foreground(run, stage, backend, voice, shell_actor(run)), as_json=as_json)
+    _own(store, _key(store, spec, options["name"]), stage, backend, as_json=as_json)

@@ -6,13 +6,13 @@ import functools
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import click
 
 from envscaler_airflow.cli.common import default_store_url
-from envscaler_airflow.envspec import EnvSpec, load_spec, parse_reference
+from envscaler_airflow.envspec import EnvSpec, Loaded, load_with_sources, parse_reference
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.spec_registry import SpecRegistry
 from envscaler_airflow.scaling.registry import check_policy
@@ -23,8 +23,43 @@ MIN_SECRET_CHARS = 8
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+@dataclass(frozen=True, slots=True)
+class SpecSource:
+    """A spec as a command names it.
+
+    Attributes:
+        path: File, or ``registry://team/name@1``.
+        parameters: Values of ``--set`` by name.
+        inputs: URIs of ``--input`` by name; None without any, so that they are not checked.
+    """
+
+    path: str
+    parameters: dict[str, str]
+    inputs: dict[str, str] | None
+
+    def load(self, target: str | None) -> Loaded:
+        """The spec for *target*, with the file and line of each value; None checks every target.
+
+        Raises:
+            SpecError: It has faults.
+        """
+        return load_with_sources(
+            self.path, parameters=self.parameters, target=target, inputs=self.inputs, registry=spec_registry()
+        )
+
+    def to_run(self, target: str) -> EnvSpec:
+        """The spec as it would run on *target*, with a scaling policy that is installed here.
+
+        Raises:
+            SpecError: It has faults.
+        """
+        spec = self.load(target).spec
+        check_policy(spec)
+        return spec
+
+
 def spec_options(command: _F) -> _F:
-    """Add ``-f``, ``--set`` and ``--input``; the command gets ``path``, ``parameters`` and ``inputs``."""
+    """Add ``-f``, ``--set`` and ``--input``; the command gets them as ``source``."""
 
     @click.option(
         "-f",
@@ -37,9 +72,11 @@ def spec_options(command: _F) -> _F:
     @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the spec.")
     @click.option("--input", "given", multiple=True, metavar="NAME=URI", help="URI of another run's output.")
     @functools.wraps(command)
-    def with_spec(*args: Any, settings: tuple[str, ...], given: tuple[str, ...], **kwargs: Any) -> Any:
-        inputs = pairs(given, "--input") or None
-        return command(*args, parameters=pairs(settings, "--set"), inputs=inputs, **kwargs)
+    def with_spec(
+        *args: Any, path: str, settings: tuple[str, ...], given: tuple[str, ...], **kwargs: Any
+    ) -> Any:
+        source = SpecSource(path, pairs(settings, "--set"), pairs(given, "--input") or None)
+        return command(*args, source=source, **kwargs)
 
     return cast("_F", with_spec)
 
@@ -47,19 +84,6 @@ def spec_options(command: _F) -> _F:
 def spec_registry() -> SpecRegistry:
     """The registry on the default store, opened when a spec refers to it."""
     return SpecRegistry(lambda: open_store(default_store_url()))
-
-
-def spec_to_run(
-    path: str, *, parameters: dict[str, str], inputs: dict[str, str] | None, target: str
-) -> EnvSpec:
-    """The spec as it would run on *target*, with a scaling policy that is installed here.
-
-    Raises:
-        SpecError: It has faults.
-    """
-    spec = load_spec(path, parameters=parameters, inputs=inputs, target=target, registry=spec_registry())
-    check_policy(spec)
-    return spec
 
 
 def pairs(texts: tuple[str, ...], option: str) -> dict[str, str]:
@@ -113,19 +137,3 @@ def refuse_own_secrets(spec: EnvSpec) -> None:
             raise SpecError(
                 f"a value of the spec contains the secret of {reference}; leave it to that reference"
             )
-
-
-def write_artefact(folder: Path, name: str, text: str, *, is_executable: bool) -> Path:
-    """Write one file of a rendering below *folder*."""
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    if is_executable:
-        path.chmod(path.stat().st_mode | 0o111 & ~_umask())
-    return path
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -9,9 +9,8 @@ import click
 
 from envscaler_airflow.backends import BackendType, all_backends
 from envscaler_airflow.cli.common import default_store_url, output_option
-from envscaler_airflow.cli.specs import spec_options, spec_registry, spec_to_run
+from envscaler_airflow.cli.specs import SpecSource, spec_options
 from envscaler_airflow.envspec import EnvSpec, spec_hash
-from envscaler_airflow.envspec.loading import load_with_sources
 from envscaler_airflow.envspec.schema import reference_text, schema_text
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.dry_run import missing_on
@@ -24,12 +23,9 @@ from envscaler_airflow.scaling.registry import check_policy
 @spec_options
 @click.option("--target", default="local", show_default=True, help="A backend, docker or vm.")
 @output_option
-def dry_run(
-    path: str, parameters: dict[str, str], inputs: dict[str, str] | None, target: str, *, as_json: bool
-) -> None:
+def dry_run(source: SpecSource, target: str, *, as_json: bool) -> None:
     """Show what this machine, or the cluster of kubectl's context, lacks for a stage. Exit 0 or 1."""
-    spec = spec_to_run(path, parameters=parameters, target=target, inputs=inputs)
-    tell_missing(spec, target, as_json=as_json)
+    tell_missing(source.to_run(target), target, as_json=as_json)
 
 
 def tell_missing(spec: EnvSpec, target: str, *, as_json: bool) -> None:
@@ -71,16 +67,12 @@ def schema(*, markdown: bool, as_json: bool) -> None:
 @spec_options
 @click.option("--target", help="Variant to check; the default is every variant of the spec.")
 @output_option
-def validate(
-    path: str, parameters: dict[str, str], inputs: dict[str, str] | None, target: str | None, *, as_json: bool
-) -> None:
+def validate(source: SpecSource, target: str | None, *, as_json: bool) -> None:
     """Check a spec and print every error, with file, line, path, value and what to write. Exit 0 or 2."""
     spec: EnvSpec | None = None
     faults: list[str] = []
     try:
-        loaded = load_with_sources(
-            path, parameters=parameters, target=target, inputs=inputs, registry=spec_registry()
-        )
+        loaded = source.load(target)
         spec = loaded.spec
         faults += _faults_of(batches, spec) + _faults_of(read_requirements, spec)
         faults += [_placed(fault, loaded.sources) for fault in _faults_of(check_policy, spec)]
@@ -89,9 +81,9 @@ def validate(
     except SpecError as err:
         faults = err.faults
     if as_json:
-        click.echo(json.dumps(_answer(path, spec, faults), indent=2))
+        click.echo(json.dumps(_answer(source.path, spec, faults), indent=2))
     else:
-        _print(path, spec, faults)
+        _print(source.path, spec, faults)
     if faults:
         click.get_current_context().exit(2)
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -28,6 +29,15 @@ class Artefact:
     name: str
     text: str
     is_executable: bool = False
+
+    def write(self, folder: Path) -> Path:
+        """Write it below *folder*; everyone who may read a script may execute it."""
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.text, encoding="utf-8")
+        if self.is_executable:
+            path.chmod(path.stat().st_mode | (path.stat().st_mode & 0o444) >> 2)
+        return path
 
 
 class _Dumper(yaml.SafeDumper):

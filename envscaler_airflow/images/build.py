@@ -68,9 +68,7 @@ def assemble(
     agent.rename(folder / "envscaler")
     options = replace(options or ImageOptions(), has_agent=True, has_workdir=workdir is not None)
     for item in render("dockerfile", spec, requirements, options=options):
-        path = folder / item.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(item.text, encoding="utf-8")
+        item.write(folder)
     for cache in folder.rglob("__pycache__"):
         shutil.rmtree(cache)
     settle(folder)
@@ -513,14 +511,5 @@ def _words(program: str, archive: Path, severity: str) -> list[str]:
     if Path(program).name == "grype":
         return [program, f"docker-archive:{archive}", "--fail-on", severity, "--quiet"]
     names = ",".join(name.upper() for name in SEVERITIES[SEVERITIES.index(severity) :])
-    return [
-        program,
-        "image",
-        "--input",
-        str(archive),
-        "--severity",
-        names,
-        "--quiet",
-        "--exit-code",
-        str(_TRIVY_FOUND),
-    ]
+    options = ["--severity", names, "--quiet", "--exit-code", str(_TRIVY_FOUND)]
+    return [program, "image", "--input", str(archive), *options]

@@ -139,9 +139,6 @@ class Builder(Protocol):
             BackendError: It cannot be pushed.
         """
 
-    def tag(self, image: str, name: str) -> None:
-        """Give *image* another name."""
-
     def save(self, image: str, path: Path) -> None:
         """Write *image* as an archive that scanners read."""
 
@@ -211,10 +208,6 @@ class Buildah:
             _check(run_program(words, env=access.env, timeout_s=TRANSFER_S), f"{image} cannot be pushed")
             return told.read_text(encoding="utf-8").strip() or None
 
-    def tag(self, image: str, name: str) -> None:
-        """See :class:`Builder`."""
-        _check(run_program([self._program, "tag", image, name]), f"{image} cannot be named {name}")
-
     def save(self, image: str, path: Path) -> None:
         """See :class:`Builder`."""
         words = [self._program, "push", "--quiet", image, f"docker-archive:{path}:{image}"]
@@ -280,8 +273,8 @@ class Docker:
         try:
             told = run_program([self._program, "version", "--format", _VERSIONS], timeout_s=20)
         except BackendError:
-            return "the daemon does not answer; start it"
-        if told.code != 0:
+            told = None
+        if told is None or told.code != 0:
             return "the daemon does not answer; start it"
         client = told.out.partition(".")[0].strip()
         if client.isdigit() and int(client) >= _OWN_BUILDKIT and not self._has_buildx():
@@ -321,7 +314,8 @@ class Docker:
         env = {**access.env, "DOCKER_BUILDKIT": "1"}
         code = stream_program([*head, *words, str(order.folder)], on_line, env=env)
         if code == 0 and order.cache is not None and not has_buildx:
-            self.tag(order.name, order.cache)
+            done = run_program([self._program, "tag", order.name, order.cache])
+            _check(done, f"{order.name} cannot be named {order.cache}")
             self.push(order.cache, access)
         return code
 
@@ -337,10 +331,6 @@ class Docker:
         _check(done, f"{image} cannot be pushed")
         found = self.inspect(image)
         return None if found is None else found.digest
-
-    def tag(self, image: str, name: str) -> None:
-        """See :class:`Builder`."""
-        _check(run_program([self._program, "tag", image, name]), f"{image} cannot be named {name}")
 
     def save(self, image: str, path: Path) -> None:
         """See :class:`Builder`."""

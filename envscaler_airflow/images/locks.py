@@ -143,9 +143,7 @@ def _held(spec: EnvSpec, requirements: Requirements) -> dict[str, str]:
 
 def _lay_out(folder: Path, requirements: Requirements, held: Mapping[str, str]) -> None:
     for item in requirements.artefacts():
-        path = folder / item.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(item.text, encoding="utf-8")
+        item.write(folder)
     if held:
         wheels = folder / "held"
         wheels.mkdir()
@@ -200,31 +198,10 @@ def _conda_conflicts(spec: EnvSpec, requirements: Requirements) -> list[Finding]
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "environment.yml")
         path.write_text(render_conda(spec, without_pip)[0].text, encoding="utf-8")
-        words = [
-            program,
-            "create",
-            "--dry-run",
-            "--json",
-            "--yes",
-            "--name",
-            "envscaler-dry-run",
-            "--file",
-            str(path),
-        ]
-        if Path(program).name == "conda":
-            words = [
-                program,
-                "env",
-                "create",
-                "--dry-run",
-                "--json",
-                "--name",
-                "envscaler-dry-run",
-                "--file",
-                str(path),
-            ]
+        command = ["env", "create"] if Path(program).name == "conda" else ["create", "--yes"]
+        options = ["--dry-run", "--json", "--name", "envscaler-dry-run", "--file", str(path)]
         try:
-            done = run_program(words, timeout_s=TIMEOUT_S)
+            done = run_program([program, *command, *options], timeout_s=TIMEOUT_S)
         except BackendError as err:
             return [Finding("unchecked", f"conda packages: {err}")]
     if done.code == 0:
@@ -320,12 +297,17 @@ def read_lock(text: str, run: Run | None = None) -> Lock:
             return Lock.from_text(read_plain(Path(text), MAX_BYTES), text)
         except (OSError, UnicodeDecodeError) as err:
             raise SpecError(f"--locked {text}: cannot be read ({err}); name a run, or a lock.json") from err
-    data = run.read(LOCK, max_bytes=MAX_BYTES)
-    if data is None:
+    found = _lock_of(run)
+    if found is None:
         raise SpecError(
             f"--locked {text}: the run {run.prefix} has no {LOCK}: it ran in no environment of its own"
         )
-    return Lock.from_text(data, run.uri(LOCK))
+    return found
+
+
+def _lock_of(run: Run) -> Lock | None:
+    data = run.read(LOCK, max_bytes=MAX_BYTES)
+    return None if data is None else Lock.from_text(data, run.uri(LOCK))
 
 
 def container_image(run: Run) -> str | None:
@@ -335,8 +317,8 @@ def container_image(run: Run) -> str | None:
         StoreError: The store cannot be read.
         ProtocolError: The lock cannot be read.
     """
-    data = run.read(LOCK, max_bytes=MAX_BYTES)
-    return None if data is None else Lock.from_text(data, run.uri(LOCK)).image
+    found = _lock_of(run)
+    return None if found is None else found.image
 
 
 def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[EnvSpec, Requirements]:

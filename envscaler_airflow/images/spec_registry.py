@@ -413,21 +413,9 @@ def _path(name: str, version: Version) -> str:
     return f"{FOLDER}/{_folder(name)}/{version}.json"
 
 
-def _versions(files: Any) -> list[Version]:
-    found = []
-    for file in files:
-        text = str(file).removesuffix(".json")
-        if str(file).endswith(".json") and (version := exact(text) if _is_version(text) else None):
-            found.append(version)
-    return found
-
-
-def _is_version(text: str) -> bool:
-    try:
-        Version.parse(text)
-    except SpecError:
-        return False
-    return True
+def _versions(files: Iterable[str]) -> list[Version]:
+    names = [file.removesuffix(".json") for file in files if file.endswith(".json")]
+    return [version for name in names if (version := exact(name))]
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from envscaler_airflow.envspec.models import EnvSpec
+from envscaler_airflow.envspec.models import EnvSpec, EnvVar
 from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.images.bases import Family, facts
 from envscaler_airflow.images.requirement_files import MAIN, Requirements
@@ -61,10 +61,14 @@ def env_script(spec: EnvSpec) -> str:
     lines = [
         f"export {item.name}={shlex.quote(item.value)}\n"
         if item.value is not None
-        else comment([f"{item.name} is taken from {item.value_from}: set it before the start"])
+        else comment([_reference(item)])
         for item in spec.env
     ]
     return "".join(lines)
+
+
+def _reference(item: EnvVar) -> str:
+    return f"{item.name} is taken from {item.value_from}: set it before the start"
 
 
 def _needs(spec: EnvSpec) -> list[str]:
@@ -121,12 +125,5 @@ def _pip_files(requirements: Requirements, *, is_conda: bool) -> list[Artefact]:
 
 
 def _notes(spec: EnvSpec) -> list[str]:
-    notes = [
-        f"{item.name} is taken from {item.value_from}: set it before the start"
-        for item in spec.env
-        if item.value_from is not None
-    ]
-    if spec.system_packages:
-        command = install_command(facts(spec.base).family, spec.system_packages)
-        notes.append(f"Needs system packages: {command}")
-    return notes
+    notes = [_reference(item) for item in spec.env if item.value_from is not None]
+    return [*notes, *_needs(spec)]

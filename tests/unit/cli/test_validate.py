@@ -1,10 +1,13 @@
 """``envscaler validate``: what is certainly wrong is a fault, with its place."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.images import needs
 
 HEAD = "version: v1\nname: s\nentrypoint: [python, t.py]\n"
 HDFS = "volumes: [{name: d, source: 'hdfs://nn:8020/x', mount_path: /d}]\n"
@@ -36,7 +39,7 @@ def test_a_policy_of_ours_is_none(tmp_path, policy):
 
 def test_hdfs_on_local_is_a_fault_where_nothing_opens_it(tmp_path, monkeypatch):
     """Validation passed, and the stage failed in setup (F12)."""
-    monkeypatch.setattr(needs, "_has_module", lambda name: False)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
 
     for options in ((), ("--target", "local")):
         code, text = validate(tmp_path, HDFS, *options)
@@ -44,7 +47,9 @@ def test_hdfs_on_local_is_a_fault_where_nothing_opens_it(tmp_path, monkeypatch):
         assert "envscaler.yaml:4: volumes[0].source: hdfs://nn:8020/x is HDFS" in text
 
     assert validate(tmp_path, HDFS, "--target", "vm")[0] == 0
-    monkeypatch.setattr(needs, "_has_module", lambda name: True)
+    pyarrow = ModuleType("pyarrow")
+    pyarrow.__spec__ = ModuleSpec("pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", pyarrow)
     assert validate(tmp_path, HDFS)[0] == 0
 
 
