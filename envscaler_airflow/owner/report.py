@@ -13,7 +13,7 @@ from envscaler_airflow.owner.usage import begun_at, by_span, spans_of
 from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import AttemptState, RunState, outcome_of
 from envscaler_airflow.run.cost import Bill, Pause, UsageInterval, Use, bill
-from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run import MOST, Run
 
 
 def measured(run: Run, attempt: AttemptState) -> dict[str, Any]:
@@ -62,7 +62,8 @@ def _before(run: Run, attempt: AttemptState, last: Status) -> dict[str, Any]:
         trained += max(0.0, (done.elapsed_s or 0.0) - (done.first_step_s or 0.0) - (done.save_s or 0.0))
         if done.step is not None and after.start_step is not None:
             repeated += max(0, done.step - after.start_step)
-    return {"earlier_s": trained, "repeated_steps": repeated, "start_step": known[0].start_step}
+    sums: dict[str, Any] = {"earlier_s": min(trained, MOST), "repeated_steps": min(repeated, MOST)}
+    return sums | {"start_step": known[0].start_step}
 
 
 def run_bill(state: RunState, *, now: float) -> Bill:

@@ -32,8 +32,6 @@ from envscaler_airflow.store.stockouts import remember
 
 log = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
 MAX_CANDIDATES = 16
 """Checkpoints that a start may fall back to. Chosen: five times what is kept by default."""
 _BEFORE_THE_START = ("hold", "run")
@@ -288,7 +286,6 @@ def _unbilled_end(live: AttemptState, outcome: str, detail: str, failure: str | 
 
 
 def remember_refused(owned: OwnedRun, offers: Iterable[Offer], answer: str) -> None:
-    """Remember, for other runs on this store, that these offers were not available."""
     """Remember, for other runs on this store, that these offers were not available."""
     for offer in offers:
         remember(owned.run.store, offer, "", answer, now=owned.run.now())

@@ -59,13 +59,16 @@ class Record:
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
         """Read what :meth:`to_dict` wrote; unknown fields are ignored.
 
+        What is no text in UTF-8, such as a byte of a file's name, is read as "?".
+
         Raises:
             ValueError: A field is missing, of another type, or out of range.
         """
         if not isinstance(body, Mapping):
             raise ValueError(f"{cls.__name__}: got {body!r:.80}, expected an object")  # noqa: TRY004 - bad text
         try:
-            found: Self = _adapter(cast("Hashable", cls)).validate_json(json.dumps(dict(body)), strict=True)
+            text = json.dumps(dict(body), ensure_ascii=False).encode("utf-8", "replace")
+            found: Self = _adapter(cast("Hashable", cls)).validate_json(text, strict=True)
         except (OverflowError, RecursionError, TypeError, ValueError) as err:
             raise ValueError(_fault(err)) from err
         return found

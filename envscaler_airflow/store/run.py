@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from envscaler_agent.protocol import (
     MAX_JSON_BYTES,
     Control,
+    Ended,
     Progress,
     Status,
     Transfer,
@@ -36,10 +37,10 @@ MAX_KEY_BYTES = 1 << 16
 """Largest ``run.json`` read, bytes. Chosen: a key takes less than a kilobyte."""
 MAX_SPEC_BYTES = 1 << 22
 """Largest frozen spec read, bytes. Chosen: far more than the loader accepts."""
-MOST = 2**53
-"""Largest count or amount believed. Source: beyond it doubles, and most JSON readers, skip whole numbers."""
+MOST = 10**15
+"""Largest count or amount believed. Source: ``Amount`` of an event, so that each can be written to one."""
 _SIGNED = frozenset({"loss", "accuracy"})
-_Report = TypeVar("_Report", Status, Progress)
+_Report = TypeVar("_Report", Status, Progress, Ended)
 
 
 def spec_name(spec_hash: str) -> str:
@@ -174,7 +175,9 @@ def believable(status: Status) -> Status:
     known = _without_nonsense(status)
     usage = {name: value for name, value in status.usage.items() if _is_sane(value)}
     transfer = status.transfer if _is_possible(status.transfer) else None
-    return replace(known, progress=_without_nonsense(status.progress), usage=usage, transfer=transfer)
+    ended = None if status.ended is None else _without_nonsense(status.ended)
+    progress = _without_nonsense(status.progress)
+    return replace(known, progress=progress, usage=usage, transfer=transfer, ended=ended)
 
 
 def _is_possible(transfer: Transfer | None) -> bool:

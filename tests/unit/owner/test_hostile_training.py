@@ -26,6 +26,7 @@ def write_status(world, text):
         '"progress":{"step":-1}',
         '"progress":{"step":9223372036854775807,"total_steps":-5}',
         '"progress":{"elapsed_s":-1e308,"first_step_s":1e308},"setup_s":1e308',
+        '"progress":{"elapsed_s":5e15,"save_s":1e15,"total_steps":9007199254740992}',
         '"start_step":-7',
         '"last_checkpoint_step":-1,"last_checkpoint":"nonsense"',
         '"usage":{"gpu0_utilization_percent":-1e300}',
@@ -83,6 +84,21 @@ def test_last_lines_in_any_script_fit_into_the_event_of_the_end(world, letter):
         owner.resume(Wake("status"))
 
     assert world.state.status == "failed"
+
+
+def test_an_exit_code_that_no_process_has_is_unknown_and_the_end_is_recorded(world):
+    """An end that cannot be written would never be recorded."""
+    owner = world.owner()
+    owner.enter()
+    ended = '"ended":{"exit_code":4611686018427387904,"signal":-5,"reason":"failed","detail":"d"}'
+    write_status(world, f'{{"schema":"1.0","sequence":1,"phase":"ended",{ended}}}'.encode())
+    world.backend.end(world.handle, exit_code=1, reason="failed")
+
+    with pytest.raises(RunFailedError):
+        owner.resume(Wake("status"))
+
+    end = world.state.attempts[0].end
+    assert (end.exit_code, end.signal, end.detail) == (None, None, "d")
 
 
 def test_one_line_that_is_too_long_alone_is_cut():

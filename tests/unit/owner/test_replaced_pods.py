@@ -6,6 +6,7 @@ import pytest
 
 from envscaler_agent.protocol import Ended, Progress, Status, claim_name, status_name
 from envscaler_airflow.owner import report
+from envscaler_airflow.owner.stage import Delivered, Wake
 from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store.run import Run
 
@@ -51,6 +52,20 @@ def test_a_replacement_that_resumed_repeats_what_was_not_saved(world):
     found = report.measured(Run(world.store, world.prefix), world.state.live)
 
     assert (found["repeated_steps"], found["start_step"]) == (10, 0)
+
+
+def test_sums_of_what_nodes_report_always_fit_into_the_event_of_the_end(world):
+    """Each is believed alone; an end that cannot be written would never be recorded."""
+    owner = world.owner()
+    owner.enter()
+    for claim in (1, 2):
+        said(world, claim, start=0, step=10**15, elapsed_s=9e14)
+    said(world, 3, start=0, step=10, elapsed_s=6001.0, ended=Ended(exit_code=0, reason="succeeded"))
+    world.backend.end(world.handle)
+
+    assert isinstance(owner.resume(Wake("status")), Delivered)
+    end = world.state.attempts[0].end
+    assert (end.earlier_s, end.repeated_steps) == (1e15, 10**15)
 
 
 def test_the_bill_counts_steps_that_were_made_twice(world):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -187,6 +188,13 @@ def test_an_error_names_the_field_and_what_was_there():
         ProtocolError, match=r"e: attempt-ended: usage\.0\.1: got 'yesterday', input should be"
     ):
         Event.from_json(json.dumps(events[12]).encode(), where="e")
+
+
+def test_a_text_that_is_no_utf_8_is_written_and_read():
+    """The name of a file may be any bytes, and Python shows one that is no UTF-8 as half a character."""
+    body = AttemptEnded(generation=1, attempt=1, outcome="failed", detail="caf\udce9.bin is a pipe")
+    text = Event(1, body).to_json()
+    assert Event.from_json(text, where="x").body == replace(body, detail="caf?.bin is a pipe")
 
 
 def test_no_event_is_written_that_could_not_be_read():
