@@ -75,7 +75,7 @@ class AttemptRequest:
     attempt: int
     allocation: Allocation
     launch: Launch = field(default_factory=Launch)
-    secret_env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     store_options: Mapping[str, Any] = field(default_factory=dict)
     store_login: StoreLogin = field(default_factory=StoreLogin)
     deadline_s: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.backends.base import StoreLogin
+from envscaler_airflow.backends.base import AttemptRequest, StoreLogin
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.owner import freeze
@@ -112,3 +112,14 @@ def test_a_batch_that_no_size_could_keep_is_refused_before_anything_starts(tmp_p
     """Two nodes cannot share 65 samples evenly."""
     with pytest.raises(SpecError, match=r"65 cannot be kept with 2 nodes \(2 copies\); write 130"):
         freeze.freeze(stage(global_batch=65), open_store(f"file://{tmp_path}"))
+
+
+def test_a_request_shows_no_secret():
+    """Tracebacks and debug logs print the arguments of calls."""
+    request = AttemptRequest(
+        "file:///s", "d/r/t/-1", "d.t", 1, 1, Allocation(cpu_offer(1)),
+        secret_env={"TOKEN": "canary of the spec"},
+        store_login=StoreLogin({"AWS_SECRET_ACCESS_KEY": "canary of the store"}),
+    )  # fmt: skip
+
+    assert "canary" not in repr(request)
