@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from envscaler_airflow.backends import BackendType
+from envscaler_airflow.errors import SpecError
 
 if TYPE_CHECKING:
     from envscaler_airflow.backends.local.backend import LocalBackend as LocalBackend
@@ -24,9 +25,19 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_SETTINGS: Mapping[str, type] = {"root": str, "prices": Mapping}
+
+
 def _create(settings: Mapping[str, Any], _access: Access | None) -> LocalBackend:
+    """The settings are *root*, a path, and *prices*, USD per hour by share."""
     from envscaler_airflow.backends.local.backend import LocalBackend  # noqa: PLC0415  # only to open it
 
+    for name, value in settings.items():
+        if not isinstance(value, _SETTINGS.get(name, ())):
+            raise SpecError(
+                f"local: {name}: got {value!r:.80}; the settings are root, a path, and prices, USD per hour "
+                "by share"
+            )
     return LocalBackend(**settings)
 
 

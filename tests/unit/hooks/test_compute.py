@@ -137,6 +137,14 @@ def test_settings_that_cannot_be_used_are_named(monkeypatch, text):
         open_backend("kubernetes")
 
 
+@pytest.mark.parametrize("text", ['{"namespace": "ml"}', '{"root": 5}', '{"prices": [1]}'])
+def test_settings_that_this_machine_does_not_have_are_named(monkeypatch, text):
+    """As every backend does it: a SpecError, which no retry repeats."""
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__LOCAL", text)
+    with pytest.raises(SpecError, match=r"local: (namespace|root|prices): got"):
+        open_backend("local")
+
+
 def test_a_connection_without_the_provider_says_what_to_install(monkeypatch):
     """This package does not require the provider."""
     monkeypatch.setitem(sys.modules, HOOK, None)
