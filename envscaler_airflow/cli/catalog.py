@@ -20,18 +20,18 @@ from envscaler_airflow.cli.market import (
     ARCHES,
     CAPACITIES,
     Committed,
-    accelerators,
     billing_body,
     fault_notes,
-    infra,
     machine_body,
     market_options,
-    number,
     offer_body,
+    offer_cells,
     places,
     print_table,
     quantity,
+    spot,
 )
+from envscaler_airflow.cli.tables import number
 from envscaler_airflow.clouds import Access, PriceFeed, price_sources
 from envscaler_airflow.envspec import gpus as gpu_names
 from envscaler_airflow.envspec.quantities import cpu_cores, gpu_memory_gb, memory_bytes
@@ -218,19 +218,8 @@ def offers_command(
     for item, count in places(found.candidates)[:limit]:
         offer = item.allocation.offer
         memory = "-" if offer.gpu_name is None else number(offer.gpu_memory_gb, "g")
-        lines.append(
-            [
-                infra(offer, count - 1),
-                offer.instance_type,
-                f"{offer.vcpus:g}",
-                f"{offer.memory_gib:g}",
-                accelerators(offer),
-                memory,
-                "yes" if offer.capacity_type == "spot" else "-",
-                number(offer.usd_per_hour, ".4f"),
-                offer.price_source,
-            ]
-        )
+        price = (number(offer.usd_per_hour, ".4f"), offer.price_source)
+        lines.append([*offer_cells(offer, count - 1), memory, spot(offer), *price])
     print_table(COLUMNS, lines)
     for note in (f"prices: {table.label}", *fault_notes(table.faults)):
         click.echo(f"note: {note}")

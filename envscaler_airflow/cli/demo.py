@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from envscaler_agent.protocol import Status
 from envscaler_airflow.cli.common import output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
 from envscaler_airflow.cli.follow import StageFollower, moves
+from envscaler_airflow.cli.foreground import signals
 from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.envspec import load_spec
@@ -103,7 +103,7 @@ def demo(
     place: Place = cluster or ThisMachine(home)
     code = 1
     try:
-        with _interruptible():
+        with signals():
             code = Demo(home, folder, _console(to_stderr=as_json), place, conf).run(
                 serve=serve, on_end=(lambda body: click.echo(json.dumps(body))) if as_json else None
             )
@@ -475,21 +475,6 @@ def _console(*, to_stderr: bool = False) -> Console:
 def _done(status: Status | None) -> tuple[int, int]:
     progress = status.progress if status else None
     return (progress.step or 0, progress.total_steps or 0) if progress else (0, 0)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that everything is stopped."""
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {kind: signal.signal(kind, interrupt) for kind in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for kind, old in before.items():
-            signal.signal(kind, old)
 
 
 if __name__ == "__main__":

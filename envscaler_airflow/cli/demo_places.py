@@ -23,6 +23,12 @@ CPUS = (1, 2)
 GIB_PER_CPU = 2.0
 """Memory of such a pod for each CPU. Chosen: the training needs 1 GiB."""
 
+_NEEDED = {
+    "ENVSCALER_STORE_URL": "a run store that this machine and the pods reach",
+    "ENVSCALER_DEMO_IMAGE": "an image with python3, numpy and many other packages",
+}
+"""Variables without which the demo cannot run on a cluster."""
+
 
 class Place(Protocol):
     """What the demo has to know of where its stages run.
@@ -89,26 +95,13 @@ class OnCluster:
         Raises:
             SpecError: A variable is missing, or the cluster cannot be used.
         """
-        url = os.environ.get("ENVSCALER_STORE_URL", "")
-        image = os.environ.get("ENVSCALER_DEMO_IMAGE", "")
-        missing = [
-            f"{name}: {what}"
-            for name, value, what in (
-                ("ENVSCALER_STORE_URL", url, "a run store that this machine and the pods reach"),
-                (
-                    "ENVSCALER_DEMO_IMAGE",
-                    image,
-                    "an image with python3, numpy and many other packages",
-                ),
-            )
-            if not value
-        ]
+        missing = [f"{name}: {what}" for name, what in _NEEDED.items() if not os.environ.get(name)]
         if missing:
             raise SpecError("the demo on Kubernetes needs\n  " + "\n  ".join(missing))
-        self.store = open_store(url)
+        self.store = open_store(os.environ["ENVSCALER_STORE_URL"])
         check_store(self.store)
         self.deployment = f"demo-{uuid.uuid4().hex[:8]}"
-        self.settings = _settings(self.store, image)
+        self.settings = _settings(self.store, os.environ["ENVSCALER_DEMO_IMAGE"])
         self._backend = KubernetesBackend(**self.settings)
         self.notes = (
             f"stages run as pods of {self._backend.cluster.host}, namespace {self._backend.namespace}",

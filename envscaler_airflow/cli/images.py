@@ -41,7 +41,13 @@ from envscaler_airflow.images.sidecar_image import build_sidecar_image, sidecar_
 from envscaler_airflow.images.targets import image_name
 from envscaler_airflow.store.base import open_store
 
-insecure_option = click.option(
+_builder_option = click.option(
+    "--builder",
+    envvar="ENVSCALER_BUILDER",
+    type=click.Choice(["docker", "buildah"]),
+    help="The default is docker if its daemon answers, otherwise buildah.",
+)
+_insecure_option = click.option(
     "--insecure", envvar="ENVSCALER_INSECURE", is_flag=True, help="The registry has no TLS."
 )
 
@@ -59,13 +65,8 @@ def images() -> None:
     callback=not_empty,
     help="Send the image to this repository; without a tag, this package's version is the tag.",
 )
-@click.option(
-    "--builder",
-    envvar="ENVSCALER_BUILDER",
-    type=click.Choice(["docker", "buildah"]),
-    help="The default is docker, without its daemon buildah.",
-)
-@insecure_option
+@_builder_option
+@_insecure_option
 @click.option(
     "--build-arg", "args", multiple=True, metavar="NAME=VALUE", help="BASE, EXTRA_REQUIREMENTS=gcsfs, ..."
 )
@@ -87,8 +88,12 @@ def build_sidecar(
         click.echo(f"pushing {name}", err=True)
         with bar("pushing"):
             digest = program.push(name, Access(tls_verify=not insecure))
-    whole = name if digest is None else f"{name}@{digest}"
-    click.echo(json.dumps({"image": name, "digest": digest, "name": whole}) if as_json else whole)
+    _tell(name, digest, as_json=as_json)
+
+
+def _tell(image: str, digest: str | None, *, as_json: bool) -> None:
+    name = image if digest is None else f"{image}@{digest}"
+    click.echo(json.dumps({"image": image, "digest": digest, "name": name}) if as_json else name)
 
 
 @click.command("agent-wheel")
@@ -120,17 +125,12 @@ def agent_wheel_command(*, out: Path, as_json: bool) -> None:
     help="Image name; the default tag is a hash of the content, the default name ENVSCALER_IMAGE_REPOSITORY.",
 )
 @click.option("--target", default="docker", show_default=True, help="Variant of the spec, such as serving.")
-@click.option(
-    "--builder",
-    envvar="ENVSCALER_BUILDER",
-    type=click.Choice(["docker", "buildah"]),
-    help="The default is docker if its daemon answers, otherwise buildah.",
-)
+@_builder_option
 @click.option("--push", is_flag=True, help="Push the image to its registry.")
 @click.option("--pull", is_flag=True, help="Check for a newer base even if one is present.")
 @click.option("--cache", help="Repository to read cached layers from and write them to.")
 @click.option("--ca-file", type=click.Path(path_type=Path), help="Certificates to trust, such as a proxy's.")
-@insecure_option
+@_insecure_option
 @click.option("--build-arg", "args", multiple=True, metavar="NAME=VALUE", help="UV_IMAGE=mirror/uv:1, ...")
 @click.option("--allow-base", "bases", multiple=True, metavar="GLOB", help="Allow only these bases; repeat.")
 @click.option("--scan", is_flag=True, help="Scan the image with trivy or grype.")
@@ -179,14 +179,13 @@ def build(
     if given["scan"]:
         click.echo(scan_image(builder, made.name, severity=given["scan_severity"]), err=True)
     if given["push"]:
-        _say(f"pushing {made.name}")
+        click.echo(f"pushing {made.name}", err=True)
         with bar("pushing"):
             made = push_image(builder, made, options)
     if given["lock_path"]:
         text = lock_of(spec, requirements, builder, made).to_text()
         given["lock_path"].write_text(text, encoding="utf-8")
-    name = made.name if made.digest is None else f"{made.name}@{made.digest}"
-    click.echo(json.dumps({"image": made.name, "digest": made.digest, "name": name}) if as_json else name)
+    _tell(made.name, made.digest, as_json=as_json)
 
 
 def _check_file(path: Path | None) -> None:
@@ -197,10 +196,6 @@ def _check_file(path: Path | None) -> None:
     """
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         raise SpecError(f"--lock {path}: cannot be written; name a file in a folder that is there")
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)
 
 
 def _options(given: dict[str, Any]) -> BuildOptions:
@@ -227,7 +222,7 @@ def check_environment(
     findings = find_conflicts(spec, requirements, env=env)
     for finding in findings:
         if finding.kind == "unchecked":
-            _say(f"not checked: {finding.text}")
+            click.echo(f"not checked: {finding.text}", err=True)
     faults = [finding.text for finding in findings if finding.kind == "conflict"]
     faults += broken_for(spec, software(spec, requirements))
     if faults:

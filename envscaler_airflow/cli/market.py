@@ -363,9 +363,15 @@ def accelerators(offer: Offer) -> str:
     return f"{offer.gpu_name}:{offer.gpus}" if offer.gpu_name else "-"
 
 
-def number(value: float | None, form: str) -> str:
-    """``?`` for what is unknown."""
-    return "?" if value is None else format(value, form)
+def spot(offer: Offer) -> str:
+    """``yes`` for a spot offer, ``-`` for others."""
+    return "yes" if offer.capacity_type == "spot" else "-"
+
+
+def offer_cells(offer: Offer, others: int, *, nodes: str = "") -> list[str]:
+    """Place, type, size and GPUs of an offer as a table shows them."""
+    size = (f"{offer.vcpus:g}", f"{offer.memory_gib:g}", accelerators(offer))
+    return [infra(offer, others), nodes + offer.instance_type, *size]
 
 
 def _print_folded(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

@@ -17,18 +17,19 @@ from envscaler_airflow.cli.follow import bar
 from envscaler_airflow.cli.market import (
     ARCHES,
     Committed,
-    accelerators,
     candidate_body,
     fault_notes,
     infra,
     market_options,
-    number,
+    offer_cells,
     places,
     print_table,
     quantity,
     rejected_body,
+    spot,
 )
 from envscaler_airflow.cli.specs import SpecSource, spec_options
+from envscaler_airflow.cli.tables import number
 from envscaler_airflow.clouds import all_clouds, price_sources, schemes, tariffs
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.quantities import duration_s
@@ -369,7 +370,8 @@ def print_plan(made: Plan, notes: list[str]) -> None:
         expected = item.estimate
         lines.append(
             [
-                *_offer_cells(item.allocation.offer, count - 1, nodes, item.allocation.rest_nodes),
+                *offer_cells(item.allocation.offer, count - 1, nodes=nodes),
+                f"{rest} of them" if (rest := item.allocation.rest_nodes) else spot(item.allocation.offer),
                 number(item.usd_per_hour, ".4f"),
                 "-" if expected is None else f"{expected.hours:.2f} h",
                 "-" if expected is None else _amount(expected.usd),
@@ -378,8 +380,8 @@ def print_plan(made: Plan, notes: list[str]) -> None:
             ]
         )
     for missed in made.rejected[: SHOWN // 2]:
-        price = number(missed.allocation.usd_per_hour, ".4f")
-        lines.append([*_offer_cells(missed.allocation.offer, 0, ""), price, "-", "-", missed.reason, ""])
+        offer, price = missed.allocation.offer, number(missed.allocation.usd_per_hour, ".4f")
+        lines.append([*offer_cells(offer, 0), spot(offer), price, "-", "-", missed.reason, ""])
     if lines:
         print_table(COLUMNS, lines)
     for note in notes:
@@ -388,18 +390,6 @@ def print_plan(made: Plan, notes: list[str]) -> None:
 
 def _amount(usd: float | None) -> str:
     return "?" if usd is None else usd_text(usd)
-
-
-def _offer_cells(offer: Offer, others: int, nodes: str, rest_nodes: int = 0) -> list[str]:
-    spot = "yes" if offer.capacity_type == "spot" else "-"
-    return [
-        infra(offer, others),
-        nodes + offer.instance_type,
-        f"{offer.vcpus:g}",
-        f"{offer.memory_gib:g}",
-        accelerators(offer),
-        f"{rest_nodes} of them" if rest_nodes else spot,
-    ]
 
 
 def _why_not(item: Candidate, chosen: Candidate) -> str:

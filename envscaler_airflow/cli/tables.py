@@ -35,6 +35,10 @@ def _own_console() -> Console:
     return console
 
 
+def _table(*columns: str, title: str | None = None) -> Table:
+    return Table(*columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+
+
 @dataclass(frozen=True, slots=True)
 class RunRow:
     """A run in a list.
@@ -77,7 +81,7 @@ class RunRow:
 def print_runs(rows: Sequence[RunRow], console: Console | None = None) -> None:
     """Each run of the store with its status, below the deployment that it belongs to; names are never cut."""
     console = console or _own_console()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = _table()
     table.add_column("RUN", overflow="fold", min_width=_RUN_COLUMNS)
     for column in ("STATUS", "AGE", "COST"):
         table.add_column(column, no_wrap=True)
@@ -117,16 +121,15 @@ def print_run(
     if parameters:
         shown = ", ".join(f"{name}={value}" for name, value in sorted(parameters.items()))
         console.print(f"parameters: {printable(shown)}")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = _table()
     for column in ("ATTEMPT", "ALLOCATION", "$/h", "STATE", "STEP"):
         _add_column(table, column)
     table.add_column("BEGUN BECAUSE")
     for attempt in state.attempts_of(state.generation):
-        price = attempt.allocation.usd_per_hour
         table.add_row(
             str(attempt.number),
             attempt.allocation.name,
-            "?" if price is None else f"{price:.4f}",
+            number(attempt.allocation.usd_per_hour, ".4f"),
             why_ended(attempt) or attempt.phase,
             _shown(attempt.step),
             printable(attempt.reason),
@@ -158,15 +161,15 @@ def print_report(report: Report, console: Console | None = None) -> None:
     """The cost report: a line for each attempt, the pauses, and the totals against a static plan."""
     console = console or _own_console()
     bill = report.bill
-    table = Table(title="Attempts", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = _table(title="Attempts")
     for column in ("ATTEMPT", "ALLOCATION", "SECONDS", "$/h", "USD", "STEPS", "LOST", "ENDED"):
         _add_column(table, column)
     for line in bill.lines:
         table.add_row(
             line.use.name,
             allocation_name(line.use.allocation),
-            _number(line.wall_s, ".0f"),
-            _number(line.usd_per_node_hour, ".4f"),
+            number(line.wall_s, ".0f"),
+            number(line.usd_per_node_hour, ".4f"),
             _cost(line.usd, line.least_usd).replace("$", ""),
             _shown(line.steps),
             _shown(line.lost_steps),
@@ -188,19 +191,10 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def _print_pauses(console: Console, bill: Bill) -> None:
     if not bill.pauses:
         return
-    table = Table(
-        "BETWEEN",
-        "WHY",
-        "SECONDS",
-        "PARTS",
-        title="Pauses",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-    )
+    table = _table("BETWEEN", "WHY", "SECONDS", "PARTS", title="Pauses")
     for pause in bill.pauses:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in pause.parts.items())
-        table.add_row(f"a{pause.before} and a{pause.after}", pause.why, _number(pause.total_s, ".1f"), parts)
+        table.add_row(f"a{pause.before} and a{pause.after}", pause.why, number(pause.total_s, ".1f"), parts)
     console.print(table)
 
 
@@ -215,5 +209,6 @@ def _cost(usd: float | None, least_usd: float | None) -> str:
     return f">{usd_text(least_usd)}" if least_usd else "?"
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """``?`` for what is unknown."""
     return "?" if value is None else format(value, form)

@@ -13,13 +13,18 @@ OVER = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
 
 def task_state(dag_id: str, run_id: str, task_id: str, map_index: int | None) -> str | None:
     """Return Airflow's state of a task; ``removed`` if it was deleted with its DAG run. Blocks."""
+    states = list(task_states(dag_id, run_id, task_id, map_index).values())
+    return states[0] if states else "removed"
+
+
+def task_states(dag_id: str, run_id: str, task_id: str, map_index: int | None) -> dict[str, str | None]:
+    """Return Airflow's state of a task by map index, all of them for None; empty if deleted. Blocks."""
     from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (slow to load)
 
     found = RuntimeTaskInstance.get_task_states(
         dag_id=dag_id, run_ids=[run_id], task_ids=[task_id], map_index=map_index
     )
-    states = list(found.get(run_id, {}).values())
-    return states[0] if states else "removed"
+    return dict(found.get(run_id, {}))
 
 
 def why_over(key: RunKey) -> str | None:

@@ -35,9 +35,18 @@ def index_access(
         if runtime is not None and runtime.credentials is not None:
             value = resolved(runtime.credentials, resolve_secret)
             env["NETRC"] = str(private_file(Path(name, "netrc"), netrc(requirements, value)))
-        if ca_file is not None:
-            env["SSL_CERT_FILE"] = str(private_file(Path(name, "ca.pem"), ca_bundle(ca_file)))
-        yield env
+        yield env | certificates(ca_file, Path(name))
+
+
+def certificates(ca_file: Path | None, folder: Path) -> dict[str, str]:
+    """The variable with which a program trusts *ca_file* too, by a new file in *folder*; {} without one.
+
+    Raises:
+        SpecError: *ca_file* contains no certificate.
+    """
+    if ca_file is None:
+        return {}
+    return {"SSL_CERT_FILE": str(private_file(folder / "ca.pem", ca_bundle(ca_file)))}
 
 
 def netrc(requirements: Requirements, value: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from envscaler_airflow.agent_files import copy_agent
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import BackendError, SpecError
-from envscaler_airflow.images.access import ca_bundle, netrc, private_file, resolved
+from envscaler_airflow.images.access import certificates, netrc, private_file, resolved
 from envscaler_airflow.images.bases import facts
 from envscaler_airflow.images.builders import Access, Builder, Image, Order
 from envscaler_airflow.images.dockerfile import CA, CREDENTIALS, ImageOptions
@@ -241,10 +241,7 @@ def push_image(builder: Builder, built: Built, options: BuildOptions) -> Built:
         BackendError: The push failed.
     """
     with tempfile.TemporaryDirectory() as name:
-        env = {}
-        if options.ca_file is not None:
-            env["SSL_CERT_FILE"] = str(private_file(Path(name, "ca.pem"), ca_bundle(options.ca_file)))
-        access = Access(env=env, tls_verify=options.tls_verify)
+        access = Access(env=certificates(options.ca_file, Path(name)), tls_verify=options.tls_verify)
         return replace(built, digest=builder.push(built.name, access))
 
 
@@ -276,8 +273,9 @@ class _Kit:
             value = resolved(runtime.credentials, resolve_secret)
             hidden += [value, value.partition(":")[2]]
             files[CREDENTIALS] = private_file(scratch / "netrc", netrc(requirements, value))
-        if options.ca_file is not None:
-            files[CA] = private_file(scratch / "ca.pem", ca_bundle(options.ca_file))
+        env = certificates(options.ca_file, scratch)
+        if env:
+            files[CA] = Path(env["SSL_CERT_FILE"])
         auth = None
         if spec.base is not None and spec.base.credentials is not None:
             value = resolved(spec.base.credentials, resolve_secret)
@@ -285,7 +283,6 @@ class _Kit:
             auth = scratch / "auth"
             auth.mkdir()
             private_file(auth / "config.json", _auth_text(facts(spec.base).image, value))
-        env = {"SSL_CERT_FILE": str(files[CA])} if CA in files else {}
         access = Access(env=env, auth=auth, tls_verify=options.tls_verify)
         return cls(files, access, tuple(text for text in hidden if len(text) > 3))
 

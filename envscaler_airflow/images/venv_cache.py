@@ -96,21 +96,11 @@ def _make(spec: EnvSpec, requirements: Requirements, folder: Path, env: Mapping[
     made = run_program(words, env=env, timeout_s=TIMEOUT_S)
     if made.code != 0:
         raise SpecError(f"runtimes: Python {python_version(spec)}: {made.err.strip()}")
-    path = folder / LOCK
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(requirements.with_lock(locked).text(), encoding="utf-8")
+    path = _write_lock(folder, requirements.with_lock(locked))
     if locked.strip():
-        install = [
-            uv,
-            "pip",
-            "install",
-            "--quiet",
-            "--python",
-            str(folder / "bin" / "python"),
-            "--require-hashes",
-        ]
-        install += [*strategy(requirements), "--requirement", str(path)]
-        done = run_program(install, env=env, timeout_s=TIMEOUT_S)
+        install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
+        options = ["--require-hashes", *strategy(requirements), "--requirement", str(path)]
+        done = run_program([*install, *options], env=env, timeout_s=TIMEOUT_S)
         if done.code != 0:
             shutil.rmtree(folder, ignore_errors=True)
             raise SpecError(f"runtimes: the packages cannot be installed:\n{done.err.strip()}")
@@ -126,10 +116,15 @@ def _make_bare(spec: EnvSpec, requirements: Requirements, folder: Path) -> None:
     made = run_program([python, "-m", "venv", "--without-pip", str(folder)], timeout_s=TIMEOUT_S)
     if made.code != 0:
         raise SpecError(f"runtimes: Python {version}: {(made.err or made.out).strip()}")
+    _write_lock(folder, requirements.with_lock(""))
+    (folder / READY).write_text("", encoding="utf-8")
+
+
+def _write_lock(folder: Path, requirements: Requirements) -> Path:
     path = folder / LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(requirements.with_lock("").text(), encoding="utf-8")
-    (folder / READY).write_text("", encoding="utf-8")
+    path.write_text(requirements.text(), encoding="utf-8")
+    return path
 
 
 def locked_requirements(python: Path) -> str:

@@ -12,6 +12,7 @@ from airflow.sdk.exceptions import AirflowRuntimeError
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.hooks.states import task_states
 from envscaler_airflow.triggers.stage_trigger import in_thread, settle_s
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 CHECK_S = 30.0
 """Seconds between two checks. Chosen: two statuses of a node; also the sensor's own default."""
+
+_ARGUMENTS = (
+    "folder", "dag_id", "run_id", "map_index", "compute", "check_s", "until", "writer", "store_url",
+    "store_conn_id", "settle", "prometheus_conn_id",
+)  # fmt: skip
+"""Arguments that are kept under their own names; Airflow's base class has a ``task_id``."""
 
 
 class ScalingTrigger(BaseTrigger):
@@ -73,25 +80,9 @@ class ScalingTrigger(BaseTrigger):
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Class path and arguments."""
-        names = (
-            "folder",
-            "dag_id",
-            "run_id",
-            "map_index",
-            "compute",
-            "check_s",
-            "until",
-            "writer",
-            "store_url",
-            "store_conn_id",
-            "settle",
-            "prometheus_conn_id",
-        )
-        arguments = {name: getattr(self, name) for name in names}
-        return (
-            "envscaler_airflow.triggers.scaling_trigger.ScalingTrigger",
-            {**arguments, "task_id": self.stage_id},
-        )
+        arguments = {name: getattr(self, name) for name in _ARGUMENTS}
+        path = "envscaler_airflow.triggers.scaling_trigger.ScalingTrigger"
+        return path, {**arguments, "task_id": self.stage_id}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Check until the sensor is needed, and report why."""
@@ -145,16 +136,7 @@ class ScalingTrigger(BaseTrigger):
                 prometheus_conn_id=self.prometheus_conn_id,
                 until=self.until,
             )
-        event = self._checks.once(self._states())
+        event = self._checks.once(task_states(self.dag_id, self.run_id, self.stage_id, self.map_index))
         for line in self._checks.news():
             self.log.info("stage=%s %s", self.stage_id, line)
         return event
-
-    def _states(self) -> dict[str, str | None]:
-        """Return Airflow's state of the stage's task, by map index."""
-        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415  (as above)
-
-        found = RuntimeTaskInstance.get_task_states(
-            dag_id=self.dag_id, run_ids=[self.run_id], task_ids=[self.stage_id], map_index=self.map_index
-        )
-        return dict(found.get(self.run_id, {}))

@@ -118,16 +118,7 @@ class StageTrigger(BaseTrigger):
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """Class path and arguments."""
-        names = (
-            "prefix",
-            "watching",
-            "ti_id",
-            "compute",
-            "store_url",
-            "store_conn_id",
-            "poll_s",
-            "settle",
-        )
+        names = ("prefix", "watching", "ti_id", "compute", "store_url", "store_conn_id", "poll_s", "settle")
         arguments = {name: getattr(self, name) for name in names}
         return "envscaler_airflow.triggers.stage_trigger.StageTrigger", arguments
 
@@ -139,11 +130,8 @@ class StageTrigger(BaseTrigger):
         await asyncio.sleep(max(0.0, began + hold - time.monotonic()))
         self._fired = True
         place = {name: getattr(self, name) for name in ("compute", "store_url", "store_conn_id")}
-        watched = {
-            "prefix": self.prefix,
-            "watching": self.watching,
-            "watched_s": time.monotonic() - began,
-        }
+        watched_s = time.monotonic() - began
+        watched = {"prefix": self.prefix, "watching": self.watching, "watched_s": watched_s}
         yield TriggerEvent({**wake, "place": place, "watched": watched})  # type: ignore[no-untyped-call]  # Airflow's has no types
 
     async def on_kill(self) -> None:

@@ -19,13 +19,13 @@ from envscaler_airflow.cli.demo import (
     Demo,
     Patience,
     _console,
-    _interruptible,
     _share,
     conclusions,
     progress_words,
     reason_to_lose,
 )
 from envscaler_airflow.cli.follow import StageFollower
+from envscaler_airflow.cli.foreground import signals
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import read_body
@@ -290,7 +290,7 @@ def test_a_termination_is_an_interrupt():
     """SIGTERM and SIGHUP stop everything like Ctrl-C, and the handlers are restored."""
     before = signal.getsignal(signal.SIGTERM)
 
-    with pytest.raises(KeyboardInterrupt), _interruptible():
+    with pytest.raises(KeyboardInterrupt), signals():
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert signal.getsignal(signal.SIGTERM) is before

@@ -37,6 +37,7 @@ from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
 from envscaler_airflow.triggers import scaling_checks as checks_module
+from envscaler_airflow.triggers import scaling_trigger
 from envscaler_airflow.triggers.scaling_checks import Checks
 from envscaler_airflow.triggers.scaling_trigger import ScalingTrigger
 
@@ -496,7 +497,7 @@ def test_the_trigger_asks_the_server_of_the_sensors_connection(world, monkeypatc
     """Through settings and connections of the triggerer, when there is a query."""
     asked = []
     monkeypatch.setattr("envscaler_airflow.triggers.scaling_checks.asks", asked.append)
-    monkeypatch.setattr(ScalingTrigger, "_states", lambda _self: {"train": "skipped"})
+    monkeypatch.setattr(scaling_trigger, "task_states", lambda *_: {"train": "skipped"})
 
     for more in ({"prometheus_conn_id": "metrics"}, {}):
         arguments = deferred(lambda more=more: sensor_of(world, **more).execute(context_of()))
@@ -509,7 +510,7 @@ def test_the_trigger_asks_the_server_of_the_sensors_connection(world, monkeypatc
 def test_the_trigger_fires_once_and_carries_the_timeout(world, monkeypatch):
     """The event has what the next execution needs, and nothing follows it."""
     arguments = deferred(lambda: sensor_of(world, timeout=1e9).execute(context_of()))
-    monkeypatch.setattr(ScalingTrigger, "_states", lambda _self: {"train": "skipped"})
+    monkeypatch.setattr(scaling_trigger, "task_states", lambda *_: {"train": "skipped"})
     trigger = ScalingTrigger(**{**arguments, "settle": 0.0})
 
     async def collect():
@@ -532,7 +533,7 @@ def test_the_trigger_goes_on_after_a_store_or_airflow_that_gives_no_answer(world
             raise answer
         return answer
 
-    monkeypatch.setattr(ScalingTrigger, "_states", lambda _self: {})
+    monkeypatch.setattr(scaling_trigger, "task_states", lambda *_: {})
     monkeypatch.setattr(Checks, "once", once)
     trigger = ScalingTrigger(**{**arguments, "settle": 0.0, "check_s": 0.0})
 
