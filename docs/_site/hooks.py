@@ -11,6 +11,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
+import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -22,9 +23,9 @@ LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]*)")
 
 
 def on_startup(**_kwargs: object) -> None:
-    """Import every command: mkdocs-click reads ``values()``, which has stand-ins for those not used yet."""
+    """Import every command: mkdocs-click reads ``commands``, which has stand-ins for those not used yet."""
     for name in list(main.commands):
-        main.commands[name] = main.commands[name]
+        main.get_command(click.Context(main), name)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -9,10 +9,36 @@ from functools import partial
 
 import click
 
-from envscaler_airflow.cli.common import Commands, Group
+from envscaler_airflow.cli.common import LazyGroup
+
+_PLACES = {
+    "validate": "validate:validate",
+    "render": "render:render",
+    "registry": "registry_commands:registry",
+    "init": "registry_commands:init",
+    "build": "images:build",
+    "images": "images:images",
+    "agent-wheel": "images:agent_wheel_command",
+    "dry-run": "validate:dry_run",
+    "schema": "validate:schema",
+    "plan": "plan:plan_command",
+    "offers": "catalog:offers_command",
+    "catalog": "catalog:catalog",
+    "run": "run:run",
+    "submit": "run:submit",
+    "reap": "backends:reap",
+    "kubernetes": "backends:kubernetes",
+    "status": "inspect:status",
+    "logs": "inspect:logs",
+    "report": "inspect:report",
+    "cancel": "cancel:cancel",
+    "explain": "inspect:explain",
+    "simulate": "simulate:simulate",
+    "demo": "demo:demo",
+}
 
 
-@click.group(cls=Group)
+@click.group(cls=LazyGroup, places=_PLACES)
 @click.version_option(package_name="envscaler-airflow")
 @click.option("-v", "--verbose", is_flag=True, help="Log what the owner does, event by event.")
 @click.pass_context
@@ -31,32 +57,3 @@ def main(context: click.Context, *, verbose: bool) -> None:
 def _end(number: int, _frame: object) -> None:
     """Leave by way of every ``finally``: containers end, and files with credentials go."""
     raise SystemExit(128 + number)
-
-
-main.commands = Commands(
-    {
-        "validate": "validate:validate",
-        "render": "render:render",
-        "registry": "registry_commands:registry",
-        "init": "registry_commands:init",
-        "build": "images:build",
-        "images": "images:images",
-        "agent-wheel": "images:agent_wheel_command",
-        "dry-run": "validate:dry_run",
-        "schema": "validate:schema",
-        "plan": "plan:plan_command",
-        "offers": "catalog:offers_command",
-        "catalog": "catalog:catalog",
-        "run": "run:run",
-        "submit": "run:submit",
-        "reap": "backends:reap",
-        "kubernetes": "backends:kubernetes",
-        "status": "inspect:status",
-        "logs": "inspect:logs",
-        "report": "inspect:report",
-        "cancel": "cancel:cancel",
-        "explain": "inspect:explain",
-        "simulate": "simulate:simulate",
-        "demo": "demo:demo",
-    }
-)

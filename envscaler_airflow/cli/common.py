@@ -174,36 +174,18 @@ class Group(click.Group):
             ctx.exit(2)
 
 
-class Commands(dict[str, click.Command]):
-    """``{"run": "run:run"}``: by name, the module below ``cli`` and the command in it."""
+class LazyGroup(Group):
+    """Imports a command when it is used; until then ``commands`` has one of that name without options."""
 
-    def __init__(self, places: Mapping[str, str]) -> None:
-        """Remember where each command is; import none."""
-        super().__init__()
+    def __init__(self, name: str | None = None, *, places: Mapping[str, str], **kwargs: Any) -> None:
+        """Remember where each command is: ``module:name`` below ``cli``, by the command's name."""
+        super().__init__(name, {place: click.Command(place) for place in places}, **kwargs)
         self._places = dict(places)
-        for name in self._places:
-            super().__setitem__(name, click.Command(name))  # a placeholder in lists of names
 
-    def __getitem__(self, name: str) -> click.Command:
-        """Import the command.
-
-        Raises:
-            KeyError: There is no such command.
-        """
-        place = self._places.pop(name, None)
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported; None if there is none of that name."""
+        place = self._places.pop(cmd_name, None)
         if place is not None:
             module, _, attribute = place.partition(":")
-            self[name] = getattr(import_module(f"envscaler_airflow.cli.{module}"), attribute)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The command, or *default*."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def __setitem__(self, name: str, command: click.Command) -> None:
-        """Add a command that is imported already."""
-        self._places.pop(name, None)
-        super().__setitem__(name, command)
+            self.add_command(getattr(import_module(f"envscaler_airflow.cli.{module}"), attribute), cmd_name)
+        return super().get_command(ctx, cmd_name)

@@ -13,6 +13,7 @@ import click
 
 from envscaler_agent.process import ADDRESS, expand
 from envscaler_airflow.cli.common import find_run
+from envscaler_airflow.cli.specs import environment_secret
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.resources import Resources
 from envscaler_airflow.errors import NoOfferError, SpecError
@@ -56,12 +57,7 @@ class LocalEnvironment:
 
 
 def local_environment(
-    spec: EnvSpec,
-    *,
-    lock: Lock | None,
-    install_system: bool,
-    say: Say,
-    resolve_secret: Resolve,
+    spec: EnvSpec, *, lock: Lock | None, install_system: bool, say: Say
 ) -> LocalEnvironment:
     """Where *spec* runs here: its virtual environment is made, or used again.
 
@@ -85,7 +81,7 @@ def local_environment(
     )  # fmt: skip
     if requirements.runtime is None:
         return LocalEnvironment(spec, known)
-    with index_access(requirements, resolve_secret=resolve_secret) as env:
+    with index_access(requirements, resolve_secret=environment_secret) as env:
         python = venv_cache.ensure(spec, None, requirements=requirements, env=env, say=say)
     text = venv_cache.locked_requirements(python)
     exact = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("--"))
@@ -164,14 +160,7 @@ OUTPUTS = "envscaler-outputs"
 
 
 def run_docker(
-    spec: EnvSpec,
-    store: Store,
-    key: RunKey,
-    lock: Lock | None,
-    *,
-    command: tuple[str, ...],
-    resolve_secret: Resolve,
-    as_json: bool = False,
+    spec: EnvSpec, store: Store, key: RunKey, lock: Lock | None, *, command: tuple[str, ...], as_json: bool
 ) -> None:
     """Run *spec*, or *command* in its place, in a container; its exit code ends this process.
 
@@ -189,13 +178,14 @@ def run_docker(
     if missing := lacks(need, here):
         raise NoOfferError(f"{spec.name}: {'; '.join(missing)}")
     check_stage(spec, here)
-    image, seen = _bring_image(spec, lock, builder, resolve_secret)
+    image, seen = _bring_image(spec, lock, builder)
     seen = replace(seen, driver=here.driver, gpus=tuple(gpu.name for gpu in here.gpus))
     store.write(f"{key.prefix}/{LOCK}", seen.to_text().encode())
     folder = outputs_folder(key)
     launch = launch_of(stage, 1)
     words = command or _alone(launch)
-    with container_of(launch, need, folder, store, resolve_secret=resolve_secret) as (container, bring_back):
+    opened = container_of(launch, need, folder, store, resolve_secret=environment_secret)
+    with opened as (container, bring_back):
         code = builder.run(image, words, container, lambda line: click.echo(line, err=as_json))
         if code == 0:
             bring_back()
@@ -218,18 +208,16 @@ def outputs_folder(key: RunKey) -> Path:
     return Path(OUTPUTS, key.prefix.split("/")[2]).resolve()
 
 
-def _bring_image(
-    spec: EnvSpec, lock: Lock | None, builder: Builder, resolve_secret: Resolve
-) -> tuple[str, Lock]:
+def _bring_image(spec: EnvSpec, lock: Lock | None, builder: Builder) -> tuple[str, Lock]:
     """Name of the image of *spec*, which is here afterwards, and what it is, exactly."""
     requirements, options = read_requirements(spec), BuildOptions()
     if lock is not None:
         spec, requirements = apply_lock(spec, requirements, lock)
         options = replace(options, base_digest=lock.base_digest)
     elif not requirements.is_empty and not requirements.has_conda_packages:
-        with index_access(requirements, resolve_secret=resolve_secret) as env:
+        with index_access(requirements, resolve_secret=environment_secret) as env:
             requirements = requirements.with_lock(resolve(spec, requirements, hashes=True, env=env).text)
-    made = build_image(spec, requirements, builder, options, say=_say, resolve_secret=resolve_secret)
+    made = build_image(spec, requirements, builder, options, say=_say, resolve_secret=environment_secret)
     return made.name, lock_of(spec, requirements, builder, made)
 
 

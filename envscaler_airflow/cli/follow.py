@@ -31,6 +31,36 @@ _MAX_OUTPUT_BYTES = 1 << 20
 """Largest JSON file of an output that is read. Chosen: summaries are a few kilobytes."""
 
 
+class OutputReader:
+    """Reads what the nodes of a run print, each part once.
+
+    Attributes:
+        cursors: How far each node of each attempt was read.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Begin with the first line of every attempt of *run*."""
+        self._run = run
+        self.cursors: dict[tuple[int, int, int], tuple[int, int]] = {}
+
+    def text(self, attempt: tuple[int, int], node: int = 0) -> str:
+        """What the node printed since the previous call, or a part of it; "" if nothing.
+
+        Raises:
+            StoreError: The store cannot be read.
+        """
+        key = (*attempt, node)
+        data, self.cursors[key] = read_logs(
+            self._run, attempt=attempt, node=node, cursor=self.cursors.get(key, (1, 0))
+        )
+        return data.decode("utf-8", errors="replace")
+
+
+def marked(text: str, node: int, nodes: int) -> str:
+    """*text* with its node before each line, if there are several."""
+    return text if nodes == 1 else "".join(f"[{node}] {line}" for line in text.splitlines(keepends=True))
+
+
 class StageFollower:
     """Follows one run; tells each fact once.
 
@@ -46,7 +76,7 @@ class StageFollower:
         self.state = RunState()
         self.status: Status | None = None
         self._resumed: dict[tuple[int, int], int] = {}
-        self._cursors: dict[tuple[int, int], tuple[int, int]] = {}
+        self._printed = OutputReader(run)
 
     def now(self) -> float:
         """The run's time, which is its store's."""
@@ -84,7 +114,7 @@ class StageFollower:
         status = self.status
         said = () if status is None else (status.phase, status.progress.step, status.last_checkpoint_step)
         moved = () if status is None or status.transfer is None else (status.transfer.done_bytes,)
-        return (self.state.number, *said, *moved, *sorted(self._cursors.items()))
+        return (self.state.number, *said, *moved, *sorted(self._printed.cursors.items()))
 
     def attempt(self) -> AttemptState | None:
         """The current attempt, while it runs and was not asked to stop."""
@@ -138,11 +168,7 @@ class StageFollower:
 
     def _output(self) -> Iterator[str]:
         for attempt in self.state.attempts_of(self.state.generation):
-            key = attempt.key
-            data, self._cursors[key] = read_logs(
-                self._run, attempt=key, node=0, cursor=self._cursors.get(key, (1, 0))
-            )
-            yield from (f"| {line}" for line in data.decode("utf-8", errors="replace").splitlines())
+            yield from (f"| {line}" for line in self._printed.text(attempt.key).splitlines())
 
 
 def moves(state: RunState) -> list[tuple[AttemptState, AttemptState]]:

@@ -21,7 +21,7 @@ from envscaler_agent.protocol import SCHEMA, read_object
 from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
-from envscaler_airflow.cli.follow import StageFollower, Voice, progress_line
+from envscaler_airflow.cli.follow import OutputReader, StageFollower, Voice, marked, progress_line
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError, RunFailedError, StoreError
 from envscaler_airflow.local_files import user_name
@@ -43,7 +43,6 @@ from envscaler_airflow.run.event_bodies import Failed
 from envscaler_airflow.run.narration import printable
 from envscaler_airflow.store.keys import SHELL_DAG
 from envscaler_airflow.store.lease import LEASE, MAX_LEASE_BYTES, RENEW_EVERY_S
-from envscaler_airflow.store.logs import read_logs
 from envscaler_airflow.store.run import Run
 
 OWNER = "lease/owner.json"
@@ -266,7 +265,7 @@ class Foreground:
     _owner: ForegroundOwner = field(init=False)
     _follower: StageFollower = field(init=False)
     _waiting: Waiting | None = field(init=False, default=None)
-    _cursors: dict[tuple[int, int, int], tuple[int, int]] = field(init=False, default_factory=dict)
+    _printed: OutputReader = field(init=False)
     _waits: str = field(init=False, default="")
     _no_room: str = field(init=False, default="")
     _tried: str = field(init=False, default="")
@@ -275,6 +274,7 @@ class Foreground:
     def __post_init__(self) -> None:
         """Prepare; nothing is read or written."""
         owner = Owner(run=self.run, backend=self.backend, actor=self.actor, stage=self.stage)
+        self._printed = OutputReader(self.run)
         self._follower = StageFollower(self.run, self.run.key().task_id)
         self._owner = ForegroundOwner(
             owner,
@@ -428,14 +428,8 @@ class Foreground:
         if watching is None or not watching.attempt or not self.shows_training:
             return
         for node in range(watching.nodes):
-            key = (watching.generation, watching.attempt, node)
-            data, self._cursors[key] = read_logs(
-                self.run, attempt=key[:2], node=node, cursor=self._cursors.get(key, (1, 0))
-            )
-            text = data.decode("utf-8", errors="replace")
-            if text:
-                mark = f"[{node}] " if watching.nodes > 1 else ""
-                self.voice.training("".join(mark + line for line in text.splitlines(keepends=True)))
+            if text := self._printed.text((watching.generation, watching.attempt), node):
+                self.voice.training(marked(text, node, watching.nodes))
 
 
 def _is_transient(err: EnvScalerError) -> bool:

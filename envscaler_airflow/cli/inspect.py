@@ -17,6 +17,7 @@ from envscaler_airflow.cli.common import (
     run_prefixes,
     store_option,
 )
+from envscaler_airflow.cli.follow import OutputReader, marked
 from envscaler_airflow.cli.foreground import SILENT_S, owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
@@ -27,7 +28,6 @@ from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import explain as in_words
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.logs import read_logs
 from envscaler_airflow.store.run import Run
 
 
@@ -196,16 +196,16 @@ def logs(run: str, *, follow: bool, attempt: int | None, as_json: bool, store: S
     begun = len(state.attempts_of(state.generation))
     if attempt is not None and attempt > begun and not follow:
         raise SpecError(f"--attempt {attempt}: {found.prefix} has begun {begun} in its current generation")
-    printed: dict[tuple[int, int, int], tuple[int, int]] = {}
+    output = OutputReader(found)
     heard, seen = time.monotonic(), ""
     while True:
         is_over = state.status in ("succeeded", "failed", "stopped")
         for item in state.attempts_of(state.generation):
             if attempt is None or item.number == attempt:
-                _print_logs(found, item, printed, as_json=as_json)
+                _print_logs(output, item, as_json=as_json)
         if not follow or is_over:
             return
-        if seen != (seen := f"{state.number} {printed}"):
+        if seen != (seen := f"{state.number} {output.cursors}"):
             heard = time.monotonic()
         elif time.monotonic() - heard >= SILENT_S and owner_of(found, state).presence == "gone":
             raise BackendError(
@@ -216,31 +216,15 @@ def logs(run: str, *, follow: bool, attempt: int | None, as_json: bool, store: S
         state = found.events.load()
 
 
-def _print_logs(
-    run: Run,
-    attempt: AttemptState,
-    printed: dict[tuple[int, int, int], tuple[int, int]],
-    *,
-    as_json: bool,
-) -> None:
-    for node in range(attempt.allocation.nodes):
-        key = (attempt.generation, attempt.number, node)
-        cursor = printed.get(key, (1, 0))
-        while True:
-            data, after = read_logs(run, attempt=key[:2], node=node, cursor=cursor)
-            if not data:
-                break
-            text = data.decode("utf-8", errors="replace")
-            if as_json:
-                where = {"attempt": attempt.number, "node": node}
-                for line in text.splitlines():
-                    click.echo(json.dumps({**where, "line": line}))
-                cursor = after
+def _print_logs(output: OutputReader, attempt: AttemptState, *, as_json: bool) -> None:
+    nodes = attempt.allocation.nodes
+    for node in range(nodes):
+        while text := output.text(attempt.key, node):
+            if not as_json:
+                click.echo(marked(text, node, nodes), nl=False)
                 continue
-            mark = f"[{node}] " if attempt.allocation.nodes > 1 else ""
-            click.echo("".join(mark + line for line in text.splitlines(keepends=True)), nl=False)
-            cursor = after
-        printed[key] = cursor
+            for line in text.splitlines():
+                click.echo(json.dumps({"attempt": attempt.number, "node": node, "line": line}))
 
 
 @click.command()

@@ -12,7 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 import click
 
@@ -133,43 +133,39 @@ class Readable(click.File):
         return super().convert(value, param, ctx)
 
 
-_OPTIONS = (
-    click.option(
+def market_options(command: _F) -> _F:
+    """Add options for what is on the market; the command gets ``table``, ``scope`` and ``committed``."""
+
+    @click.option(
         "--offers",
         "offers_path",
         type=click.Path(path_type=Path),
         help="CSV tables of offers to plan with instead of the catalog, as an exercise.",
-    ),
-    click.option(
+    )
+    @click.option(
         "--scope", "scope_path", type=click.Path(path_type=Path), help="JSON file of regions by cloud."
-    ),
-    click.option("--clouds", help="Only use these clouds: aws,gcp."),
-    click.option(
+    )
+    @click.option("--clouds", help="Only use these clouds: aws,gcp.")
+    @click.option(
         "--nodes",
         "nodes_file",
         type=Readable(encoding="utf-8"),
         help="Only use a cluster's nodes: `kubectl get nodes -o json`, a file or -.",
-    ),
-    click.option(
+    )
+    @click.option(
         "--node-price",
         "node_prices",
         multiple=True,
         metavar="POOL=USD",
         help="Your price of a node per hour, by pool, type or *; overrides the catalog's price.",
-    ),
-    click.option(
+    )
+    @click.option(
         "--own",
         "owned",
         multiple=True,
         metavar="NAME,cpus=N,memory=QTY[,gpu=TYPE:N][,usd=N]",
         help="Include your own machine; it costs nothing unless usd is given.",
-    ),
-)
-
-
-def market_options(command: _F) -> _F:
-    """Add the options above; the command gets ``table``, ``scope`` and ``committed``."""
-
+    )
     @functools.wraps(command)
     def with_market(
         *args: Any,
@@ -193,10 +189,7 @@ def market_options(command: _F) -> _F:
         committed = _commitments if offers_path is None and nodes_file is None else lambda _: {}
         return command(*args, table=table, scope=scope, committed=committed, **kwargs)
 
-    found: Any = with_market
-    for option in reversed(_OPTIONS):
-        found = option(found)
-    return found  # type: ignore[no-any-return]  # click's decorators keep the command's own type
+    return cast("_F", with_market)
 
 
 def _known_clouds(text: str | None, table: OfferTable) -> list[str] | None:

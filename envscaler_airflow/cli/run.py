@@ -105,16 +105,12 @@ def run(
         _check_origin(options["restore_from"])
     lock = find_lock(options["locked"], store) if options["locked"] else None
     if target == "docker":
-        run_docker(
-            spec, store, key, lock, command=command, resolve_secret=environment_secret, as_json=as_json
-        )
+        run_docker(spec, store, key, lock, command=command, as_json=as_json)
         return
     spec = spec.model_copy(update={"entrypoint": command or spec.entrypoint})
     if absent := lacking_code(spec):
         raise SpecError("\n".join(absent), faults=absent)
-    made = local_environment(
-        spec, lock=lock, install_system=options["install_system"], say=_say, resolve_secret=environment_secret
-    )
+    made = local_environment(spec, lock=lock, install_system=options["install_system"], say=_say)
     store.write(f"{key.prefix}/{LOCK}", made.lock.to_text().encode())
     stage = replace(
         _stage(made.spec, source, options),

@@ -6,7 +6,7 @@ import json
 import math
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,29 +53,20 @@ class Prometheus:
 
     def __init__(
         self,
-        url: str,
+        server: HttpServer,
         *,
-        auth: tuple[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        verify: bool | str = True,
         transport: httpx.BaseTransport | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Send no request yet.
 
         Args:
-            url: Of the server; its user and password are used and never shown.
-            auth: User and password.
-            headers: For a server that requires a token.
-            verify: False trusts any certificate; text is the path of the certificates to trust.
+            server: Its address; a user and password are used and never shown.
             transport: Replaces the network.
             monotonic: To end a slow answer.
         """
-        self._url = url.rstrip("/")
-        self._shown = shown(self._url)
-        self._auth = auth
-        self._headers = dict(headers or {})
-        self._verify = verify
+        self._server = server
+        self._shown = shown(server.url.rstrip("/"))
         self._transport = transport
         self._monotonic = monotonic
 
@@ -120,14 +111,16 @@ class Prometheus:
     def _get(self, query: str) -> _Answer:
         """Read up to :data:`MOST_BYTES` for :data:`TIMEOUT_S`, even if they arrive slowly."""
         ends = self._monotonic() + TIMEOUT_S
-        parts: list[bytes] = []
+        url, parts = f"{self._server.url.rstrip('/')}/api/v1/query", list[bytes]()
         with (
             httpx.Client(
-                transport=self._transport, timeout=TIMEOUT_S, auth=self._auth, verify=self._trusted()
+                transport=self._transport,
+                timeout=TIMEOUT_S,
+                auth=self._server.auth,
+                headers=self._server.headers,
+                verify=self._trusted(),
             ) as client,
-            client.stream(
-                "GET", f"{self._url}/api/v1/query", params={"query": query}, headers=self._headers
-            ) as answer,
+            client.stream("GET", url, params={"query": query}) as answer,
         ):
             for part in answer.iter_bytes():
                 parts.append(part)
@@ -138,16 +131,17 @@ class Prometheus:
             return _Answer(answer.status_code, b"".join(parts).decode(errors="replace"))
 
     def _trusted(self) -> bool | ssl.SSLContext:
-        if isinstance(self._verify, bool):
-            return self._verify
-        folder = Path(self._verify).is_dir()
+        verify = self._server.verify
+        if isinstance(verify, bool):
+            return verify
+        folder = Path(verify).is_dir()
         try:
             return ssl.create_default_context(
-                cafile=None if folder else self._verify, capath=self._verify if folder else None
+                cafile=None if folder else verify, capath=verify if folder else None
             )
         except OSError as err:  # includes errors of ssl
             why = err.strerror or err
-            raise SpecError(f"{self._shown}: verify: {self._verify} cannot be read ({why})") from err
+            raise SpecError(f"{self._shown}: verify: {verify} cannot be read ({why})") from err
 
     def _read(self, answer: _Answer) -> tuple[float, ...]:
         try:
@@ -194,7 +188,7 @@ def _of_setting() -> Prometheus:
             "no Prometheus server is named: set [envscaler] prometheus_url, "
             "or give the ScalingSensor a prometheus_conn_id"
         )
-    return _client_of(server_of_url(url, "[envscaler] prometheus_url", _WHAT))
+    return Prometheus(server_of_url(url, "[envscaler] prometheus_url", _WHAT))
 
 
 def _of_connection(conn_id: str) -> Prometheus:
@@ -206,8 +200,4 @@ def _of_connection(conn_id: str) -> Prometheus:
         connection: Any = BaseHook.get_connection(conn_id)
     except AirflowException as err:
         raise SpecError(f"connection {conn_id!r}: {err!s:.200}") from err
-    return _client_of(http_server(connection, _WHAT))
-
-
-def _client_of(server: HttpServer) -> Prometheus:
-    return Prometheus(server.url, auth=server.auth, headers=server.headers, verify=server.verify)
+    return Prometheus(http_server(connection, _WHAT))

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.hooks.connections import HttpServer
 from envscaler_airflow.hooks.prometheus import Prometheus, asks
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.scaling import Observation, Policy, ThresholdRule, ask_metrics, decide
@@ -59,7 +60,7 @@ def _wait_until_scraped(url: str) -> None:
     end = time.monotonic() + 30
     while time.monotonic() < end:
         try:
-            if Prometheus(url).values("up") == (1.0,):
+            if Prometheus(HttpServer(url)).values("up") == (1.0,):
                 return
         except BackendError:
             pass
@@ -70,7 +71,7 @@ def _wait_until_scraped(url: str) -> None:
 @pytest.mark.timeout(60)
 def test_a_vector_a_scalar_and_nothing(url):
     """Values of every series; NaN is not a value."""
-    server = Prometheus(url)
+    server = Prometheus(HttpServer(url))
 
     assert server.values("up") == (1.0,)
     assert server.values("scalar(up) * 40") == (40.0,)
@@ -83,15 +84,15 @@ def test_a_vector_a_scalar_and_nothing(url):
 def test_a_query_that_is_none_is_the_specs_fault(url):
     """The server's own message, and no retry."""
     with pytest.raises(SpecError, match="parse error"):
-        Prometheus(url).values("up +")
+        Prometheus(HttpServer(url)).values("up +")
     with pytest.raises(SpecError, match="answers a matrix"):
-        Prometheus(url).values("up[1m]")
+        Prometheus(HttpServer(url)).values("up[1m]")
 
 
 def test_a_server_that_is_away_can_be_asked_again():
     """Connection refused is transient."""
     with pytest.raises(BackendError, match="does not answer") as caught:
-        Prometheus(f"http://127.0.0.1:{_free_port()}").values("up")
+        Prometheus(HttpServer(f"http://127.0.0.1:{_free_port()}")).values("up")
 
     assert caught.value.transient
 

@@ -16,8 +16,9 @@ from mkdocs.exceptions import Abort
 
 import envscaler_airflow
 from envscaler_agent.output import METRICS_CHUNK_S
+from envscaler_airflow import cli
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.common import Commands
+from envscaler_airflow.cli.common import LazyGroup
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.sidecar.loop import STATUS_S
 from envscaler_airflow.sidecar.owner_watch import CONTROL_S, LEASE_S, SUPERSEDED_S
@@ -77,7 +78,7 @@ def test_every_link_leads_to_a_file(page):
 def test_every_command_and_option_exists(page):
     """``envscaler NAME --option`` exists in the shell."""
     for name, rest in COMMAND.findall(page.read_text()):
-        command = main.commands.get(name)
+        command = main.get_command(click.Context(main), name)
         assert command is not None, name
         below = rest.split()[:1]
         if isinstance(command, click.Group) and below and below[0] in command.commands:
@@ -121,12 +122,12 @@ def test_the_site_contains_the_files_that_pages_link_to(site):
 
 def test_the_site_shows_the_options_of_every_command(monkeypatch):
     """The shell has stand-ins without options for commands that were not called; the site imports all."""
-    commands = Commands({"logs": "inspect:logs"})
-    monkeypatch.setattr(main, "commands", commands)
+    group = LazyGroup("envscaler", places={"logs": "inspect:logs"})
+    monkeypatch.setattr(cli, "main", group)
 
     runpy.run_path(str(ROOT / "docs/_site/hooks.py"))["on_startup"]()
 
-    assert "--follow" in [option for param in next(iter(commands.values())).params for option in param.opts]
+    assert "--follow" in [option for param in group.commands["logs"].params for option in param.opts]
 
 
 @pytest.mark.parametrize("target", ["../../absent.py", "absent.md", "page.md#absent"])

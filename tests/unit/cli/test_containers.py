@@ -149,7 +149,7 @@ def test_a_stage_that_wants_a_gpu_runs_on_none_only_when_it_says_so(monkeypatch,
     def run(resources):
         key = RunKey("d", "dag", "run", "task")
         spec = stage(resources=resources, volumes=[volume("pvc://claim")])
-        environment.run_docker(spec, store, key, None, command=(), resolve_secret=str)
+        environment.run_docker(spec, store, key, None, command=(), as_json=False)
 
     with pytest.raises(NoOfferError, match=r"1 x A100 asked for, here: none; .*cpu_fallback: true"):
         run(need)
@@ -168,7 +168,7 @@ def test_packages_of_conda_are_built_as_they_are_written(monkeypatch):
     monkeypatch.setattr(environment, "build_image", build)
     runtime = {"type": "python", "package_manager": "conda", "packages": ["numpy=1.26"]}
 
-    name, lock = environment._bring_image(stage(runtimes=[runtime]), None, Docker(), str)
+    name, lock = environment._bring_image(stage(runtimes=[runtime]), None, Docker())
 
     assert (name, lock.requirements) == ("s:1", None)
     assert [item.locked for item in built] == [None]
@@ -179,7 +179,7 @@ def test_bases_that_this_machine_does_not_allow_start_no_container(monkeypatch):
     monkeypatch.setenv("ENVSCALER_ALLOWED_BASES", "python:*, debian:*")
 
     with pytest.raises(SpecError, match=r"base.image: b is not allowed here; write one that matches python:"):
-        environment._bring_image(stage(), None, Docker(), str)
+        environment._bring_image(stage(), None, Docker())
 
 
 def test_the_shell_tells_it_in_one_message(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from airflow.sdk._shared.secrets_masker import reset_secrets_masker
 
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.hooks import prometheus
+from envscaler_airflow.hooks.connections import HttpServer
 from envscaler_airflow.hooks.prometheus import MOST_BYTES, Prometheus, asks, shown
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.scaling import (
@@ -37,7 +38,7 @@ METRICS = (RULE.needed,)
 def answering(answer, url=URL, **more):
     """A server that gives *answer* to every query, or calls it."""
     handle = answer if callable(answer) else lambda _request: answer
-    return Prometheus(url, transport=httpx.MockTransport(handle), **more)
+    return Prometheus(HttpServer(url), transport=httpx.MockTransport(handle), **more)
 
 
 def vector(*values):
@@ -166,7 +167,7 @@ def test_a_url_is_shown_without_what_is_secret(url, text):
 def test_a_url_that_is_none_is_told_without_it():
     """The text after the colon might be a password."""
     with pytest.raises(SpecError, match=r"\Aprometheus: this is no URL"):
-        Prometheus("http://h:pw-12345").values("up")
+        Prometheus(HttpServer("http://h:pw-12345")).values("up")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_a_url_that_is_none_is_told_without_it():
 )
 def test_what_cannot_be_sent_fails_the_query_and_shows_no_token(url, token):
     """A header is ASCII, and a label of a host has no more than 63 letters."""
-    server = Prometheus(url, headers={"Authorization": f"Bearer {token}"})
+    server = Prometheus(HttpServer(url, headers={"Authorization": f"Bearer {token}"}))
 
     with pytest.raises(SpecError, match="has letters that cannot be sent") as told:
         server.values("up")
@@ -245,8 +246,8 @@ def made(monkeypatch):
     found = []
 
     class Fake:
-        def __init__(self, url, **more):
-            found.append((url, more))
+        def __init__(self, server):
+            found.append(server)
 
         def known(self, query):
             return (1.0,)
@@ -270,12 +271,9 @@ def test_the_setting_names_the_server_and_a_connection_goes_over_it(monkeypatch,
         assert asks(conn_id)("up") == (1.0,)
 
     assert made == [
-        ("http://setting:9090", {"auth": None, "headers": {}, "verify": True}),
-        ("http://p:9090", {"auth": ("ann", "pw-12345"), "headers": {}, "verify": True}),
-        (
-            "https://p/prom",
-            {"auth": None, "headers": {"Authorization": "Bearer pw-12345"}, "verify": True},
-        ),
+        HttpServer("http://setting:9090"),
+        HttpServer("http://p:9090", ("ann", "pw-12345")),
+        HttpServer("https://p/prom", headers={"Authorization": "Bearer pw-12345"}),
     ]
 
 

@@ -8,7 +8,7 @@ from airflow.sdk import BaseHook
 from airflow.sdk._shared.secrets_masker import reset_secrets_masker
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.hooks.connections import http_server, server_of_url, verify_of
+from envscaler_airflow.hooks.connections import HttpServer, http_server, server_of_url, verify_of
 from envscaler_airflow.hooks.prometheus import Prometheus
 from envscaler_airflow.hooks.settings import store_place
 
@@ -152,10 +152,8 @@ def test_headers_and_credentials_are_sent():
         asked.append(request)
         return httpx.Response(200, json={"data": {"resultType": "scalar", "result": [0, "1"]}})
 
-    client = Prometheus(
-        "https://prom/x", auth=AUTH, headers={"X-Scope-OrgID": "a"}, verify=False,
-        transport=httpx.MockTransport(answer),
-    )  # fmt: skip
+    server = HttpServer("https://prom/x", AUTH, {"X-Scope-OrgID": "a"}, verify=False)
+    client = Prometheus(server, transport=httpx.MockTransport(answer))
 
     assert client.values("up") == (1.0,)
     assert str(asked[0].url) == "https://prom/x/api/v1/query?query=up"
@@ -165,7 +163,7 @@ def test_headers_and_credentials_are_sent():
 
 def test_certificates_that_are_not_there_are_named(tmp_path):
     """At the query, as an error of the connection (B6)."""
-    client = Prometheus("https://prom", verify=str(tmp_path / "ca.pem"))
+    client = Prometheus(HttpServer("https://prom", verify=str(tmp_path / "ca.pem")))
 
     with pytest.raises(SpecError, match=r"verify: .*ca\.pem cannot be read"):
         client.values("up")
