@@ -354,7 +354,8 @@ class Foreground:
 
     def _record_false_start(self, err: EnvScalerError) -> None:
         """End a run of which no attempt was ever intended: nothing would do so later."""
-        if isinstance(err, RunFailedError | StoppedError | SupersededError) or _is_transient(err):
+        is_transient = isinstance(err, BackendError) and err.transient
+        if is_transient or isinstance(err, RunFailedError | StoppedError | SupersededError):
             return
         with suppress(EnvScalerError):
             state = self.run.events.load()
@@ -430,10 +431,6 @@ class Foreground:
         for node in range(watching.nodes):
             if text := self._printed.text((watching.generation, watching.attempt), node):
                 self.voice.training(marked(text, node, watching.nodes))
-
-
-def _is_transient(err: EnvScalerError) -> bool:
-    return isinstance(err, BackendError) and err.transient
 
 
 def own_and_tell(owner: Foreground, *, as_json: bool) -> None:

@@ -328,16 +328,9 @@ def places(items: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
 
     def key(item: Candidate) -> tuple[object, ...]:
         offer = item.allocation.offer
-        return (
-            offer.cloud,
-            offer.instance_type,
-            offer.capacity_type,
-            offer.gpus,
-            item.allocation.nodes,
-            item.allocation.rest_nodes,
-            item.usd_per_hour,
-            item.estimate,
-        )
+        nodes = (item.allocation.nodes, item.allocation.rest_nodes)
+        kind = (offer.cloud, offer.instance_type, offer.capacity_type, offer.gpus)
+        return (*kind, *nodes, item.usd_per_hour, item.estimate)
 
     found: dict[tuple[object, ...], list[Candidate]] = {}
     for item in items:

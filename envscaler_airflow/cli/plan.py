@@ -179,8 +179,10 @@ def _missing_on_vm(spec: EnvSpec, target: str | None) -> list[str]:
 
 
 def _needs(spec: EnvSpec, options: dict[str, Any]) -> tuple[Requirements, ...]:
-    found = market_needs(spec, arch=options["arch"], max_usd_per_hour=options["max_usd_per_hour"])
-    return tuple(replace(need, exact_gpus=options["exact"]) for need in found)
+    """Needs of *spec* where machines of every architecture are for sale."""
+    arch = None if options["arch"] == "any" else options["arch"]
+    more = {"max_usd_per_hour": options["max_usd_per_hour"], "exact_gpus": options["exact"]}
+    return tuple(replace(need, arch=arch, **more) for need in requirements_of(spec))
 
 
 def _search(
@@ -336,16 +338,6 @@ def _goal(options: dict[str, Any]) -> Goal:
         return Goal(options["strategy"], options["value_of_hour"], options["budget_usd"], deadline_s)
     except ValueError as err:
         raise SpecError(str(err)) from err
-
-
-def market_needs(
-    spec: EnvSpec, *, arch: str = "x86_64", max_usd_per_hour: float | None = None
-) -> tuple[Requirements, ...]:
-    """Needs of *spec* where machines of every architecture are for sale."""
-    built_for = None if arch == "any" else arch
-    return tuple(
-        replace(need, arch=built_for, max_usd_per_hour=max_usd_per_hour) for need in requirements_of(spec)
-    )
 
 
 def plan_body(made: Plan, notes: list[str]) -> dict[str, Any]:

@@ -108,10 +108,10 @@ TAIL = 30
 """Lines of the log in the message of a failed build. Chosen: a compiler's error fits."""
 
 _STEP = re.compile(
-    r"(?:\[\d+/\d+\] )?STEP (?P<n>\d+)/(?P<of>\d+): (?P<what>.*)"
-    r"|#\d+ \[(?:[\w.-]+ )?(?P<dn>\d+)/(?P<dof>\d+)\] (?P<dwhat>.*)"
+    r"(?:\[\d+/\d+\] )?STEP (\d+)/(\d+): (.*)"
+    r"|#\d+ \[(?:[\w.-]+ )?(\d+)/(\d+)\] (.*)"
 )
-"""A step in the output of buildah or docker's BuildKit."""
+"""A step in the output of buildah or docker's BuildKit: its number, the number of all, the instruction."""
 _IMAGE_NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][\w.-]{0,127})?"
 )
@@ -438,16 +438,9 @@ def step_of(line: str) -> str | None:
     """``[3/12] RUN apt-get ...`` of a builder's output line; None for any other line."""
     match = _STEP.match(line)
     if match is None:
-        return (
-            "     from cache"
-            if line.startswith("--> Using cache") or re.fullmatch(r"#\d+ CACHED", line)
-            else None
-        )
-    number, of, what = (
-        (match["n"], match["of"], match["what"])
-        if match["n"]
-        else (match["dn"], match["dof"], match["dwhat"])
-    )
+        is_cached = line.startswith("--> Using cache") or re.fullmatch(r"#\d+ CACHED", line)
+        return "     from cache" if is_cached else None
+    number, of, what = (part for part in match.groups() if part is not None)
     plain = re.sub(r"--mount=\S+ ", "", what)
     return f"[{number}/{of}] {plain[:100]}"
 

@@ -62,12 +62,10 @@ def render_vm(spec: EnvSpec, requirements: Requirements, image: str | None = Non
     gpus = _nvidia_gpus(spec)
     if gpus:
         files = {"gpu.sh": gpu_script(is_container=is_container), **files}
-    run = ["sh", f"{HOME}/run.sh"]
+    run, packages = ["sh", f"{HOME}/run.sh"], ["python3-venv", *spec.system_packages, *requirements.programs]
     document: dict[str, Any] = {
         "package_update": True,
-        "packages": ["docker.io"]
-        if is_container
-        else ["python3-venv", *spec.system_packages, *requirements.programs],
+        "packages": ["docker.io"] if is_container else packages,
         "write_files": [_file(name, text) for name, text in files.items()],
         "mounts": _mounts(launch.paths.volumes),
         "runcmd": [["mkdir", "-p", path] for path in _folders(launch.paths)]
