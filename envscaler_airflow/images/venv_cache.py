@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from envscaler_airflow.envspec.models import EnvSpec
-from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.locks import resolve, strategy
 from envscaler_airflow.images.needs import INSTALL_UV, has_uv, python_of
 from envscaler_airflow.images.programs import run_program, uv_program
@@ -135,18 +135,6 @@ def locked_requirements(python: Path) -> str:
 def _platform() -> str:
     machine = os.uname().machine
     return f"{'aarch64' if machine in ('arm64', 'aarch64') else 'x86_64'}-unknown-linux-gnu"
-
-
-def installed(python: Path) -> dict[str, str]:
-    """Name to version of every package of the environment of *python*.
-
-    Raises:
-        BackendError: The versions cannot be read.
-    """
-    done = run_program([uv_program(), "pip", "list", "--quiet", "--format=json", "--python", str(python)])
-    if done.code != 0:
-        raise BackendError(f"{python}: its packages cannot be listed: {done.err.strip()}")
-    return {str(item["name"]): str(item["version"]) for item in json.loads(done.out)}
 
 
 def _count(requirements: Requirements) -> int:
