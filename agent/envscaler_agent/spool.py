@@ -156,17 +156,17 @@ class Start:
     """
 
     cwd: Optional[str] = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Dict[str, str] = field(default_factory=dict)
     restore: Optional[Restore] = None
     generation: int = 0
     attempt: int = 0
     node: int = 0
     nodes: int = 1
-    every: Optional[Mapping[str, float]] = None
+    every: Optional[Dict[str, float]] = None
     align: str = "step"
     global_batch: Optional[int] = None
     checkpoint_path: Optional[str] = None
-    log_patterns: Mapping[str, str] = field(default_factory=dict)
+    log_patterns: Dict[str, str] = field(default_factory=dict)
     stall_factor: float = 10.0
     stall_min_s: float = 300.0
     sample_interval_s: float = 1.0
@@ -204,57 +204,24 @@ def parse_start(data: bytes) -> Start:
         SetupFailedError: The sidecar reports that the setup failed.
         ProtocolError: It does not follow the protocol.
     """
-    body = read_object(data, where="start.json")
-    if body.get("failed") is not None:
-        reason = str(body.get("reason"))
-        raise SetupFailedError(str(body["failed"]), reason=reason if reason in EXIT_CODES else "setup-failed")
-    session = _object(body.get("session"), "session")
-    known = {name: session[name] for name in _SESSION_TYPES if session.get(name) is not None}
-    for name, value in known.items():
-        if not isinstance(value, _SESSION_TYPES[name]):
-            raise ProtocolError(f"start.json: session.{name}: got {value!r:.80}")
-    known["secret_env"] = tuple(str(name) for name in known.get("secret_env", ()))
-    env = {name: str(value) for name, value in _object(body.get("env"), "env").items()}
-    cwd = body.get("cwd")
-    if cwd is not None and not isinstance(cwd, str):
-        raise ProtocolError(f"start.json: cwd: got {cwd!r:.80}, expected a path")
-    return Start(cwd=cwd, env=env, restore=_restore(body.get("restore")), **known)
+    document = _StartDocument.from_json(data, where="start.json")
+    if document.failed is not None:
+        reason = document.reason if str(document.reason) in EXIT_CODES else "setup-failed"
+        raise SetupFailedError(str(document.failed), reason=reason)
+    env = {name: str(value) for name, value in document.env.items()}
+    return replace(document.session, cwd=document.cwd, env=env, restore=document.restore)
 
 
-def _restore(body: Any) -> Optional[Restore]:
-    if body is None:
-        return None
-    fields = _object(body, "restore")
-    if not isinstance(fields.get("path"), str):
-        raise ProtocolError(f"start.json: restore.path: got {fields.get('path')!r:.80}, expected a path")
-    known: Dict[str, Any] = {name: fields.get(name) for name in Restore.__dataclass_fields__}
-    return Restore(**known)
+@dataclass(frozen=True)
+class _StartDocument(Message):
+    """``start.json`` as written: ``session`` has the other fields of :class:`Start`."""
 
-
-def _object(value: Any, name: str) -> Dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ProtocolError(f"start.json: {name}: got {type(value).__name__}, expected an object")
-    return value
-
-
-_SESSION_TYPES: Mapping[str, Any] = {
-    "generation": int,
-    "attempt": int,
-    "node": int,
-    "nodes": int,
-    "every": dict,
-    "align": str,
-    "global_batch": int,
-    "checkpoint_path": str,
-    "log_patterns": dict,
-    "stall_factor": (int, float),
-    "stall_min_s": (int, float),
-    "sample_interval_s": (int, float),
-    "secret_env": list,
-    "success": str,
-}
+    cwd: Optional[str] = None
+    env: Dict[str, Any] = field(default_factory=dict)
+    restore: Optional[Restore] = None
+    session: Start = field(default_factory=Start)
+    failed: Any = None
+    reason: Any = None
 
 
 @dataclass(frozen=True)
