@@ -7,6 +7,7 @@ or not an absolute path does not count.
 from __future__ import annotations
 
 import codecs
+import csv
 import errno
 import getpass
 import os
@@ -54,6 +55,12 @@ def user_name() -> str:
     with suppress(OSError, KeyError, ImportError):
         return getpass.getuser()
     return f"uid {os.getuid()}"
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a packaged CSV file by column; lines that begin with ``#`` are comments."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import sys
@@ -10,14 +9,16 @@ import zlib
 from array import array
 from dataclasses import replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.local_files import read_table
 from envscaler_airflow.planning.jobs import Job
 from envscaler_airflow.planning.offers import InstanceType, Offer
 from envscaler_airflow.planning.table import InstanceDetails, OfferTable
 from envscaler_airflow.planning.throughput import Gpu
 
+_FOLDER = Path(__file__).parent
 MAGIC = b"ESOFFER4"
 SNAPSHOT = "offers.bin"
 _COLUMNS = {
@@ -99,8 +100,7 @@ def _read(code: str, data: memoryview) -> array[int] | array[float]:
 @cache
 def packaged() -> OfferTable:
     """The snapshot that comes with the package; its README gives the source of each value."""
-    data = resources.files("envscaler_airflow.catalog").joinpath(SNAPSHOT).read_bytes()
-    return unpack(data, name=SNAPSHOT)
+    return unpack((_FOLDER / SNAPSHOT).read_bytes(), name=SNAPSHOT)
 
 
 def labelled(table: OfferTable, label: str) -> OfferTable:
@@ -118,9 +118,7 @@ _REGION = "us-east-1"
 @cache
 def listed_offers() -> tuple[Offer, ...]:
     """Every row of the packaged table as one node on demand with its published price, in order."""
-    text = resources.files("envscaler_airflow.catalog").joinpath(_TABLE).read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return tuple(_listed(cells) for cells in csv.DictReader(lines))
+    return tuple(map(_listed, read_table(_FOLDER / _TABLE)))
 
 
 def _listed(cells: dict[str, str]) -> Offer:
@@ -144,14 +142,9 @@ def _listed(cells: dict[str, str]) -> Offer:
 _PRECISIONS = ("fp32", "tf32", "fp16", "fp8")
 
 
-def _text(name: str) -> str:
-    return resources.files("envscaler_airflow.catalog").joinpath(name).read_text(encoding="utf-8")
-
-
 @cache
 def gpu_facts() -> dict[str, Gpu]:
     """Datasheet facts of GPUs by canonical name."""
-    lines = [line for line in _text("gpus.csv").splitlines() if not line.startswith("#")]
     return {
         cells["gpu"]: Gpu(
             name=cells["gpu"],
@@ -162,14 +155,14 @@ def gpu_facts() -> dict[str, Gpu]:
             has_direct_link=cells["direct"] == "yes",
             source=f"{cells['source']} ({cells['checked']})",
         )
-        for cells in csv.DictReader(lines)
+        for cells in read_table(_FOLDER / "gpus.csv")
     }
 
 
 @cache
 def jobs() -> dict[str, Job]:
     """Common jobs by name."""
-    return {body["name"]: Job.from_dict(body) for body in json.loads(_text("jobs.json"))}
+    return {body["name"]: Job.from_dict(body) for body in json.loads((_FOLDER / "jobs.json").read_bytes())}
 
 
 def job(name: str) -> Job:

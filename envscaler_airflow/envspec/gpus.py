@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import re
 from pathlib import Path
 
-_TABLE = Path(__file__).with_name("gpu_names.csv").read_text(encoding="utf-8").splitlines()
-_ROWS = tuple(csv.DictReader(line for line in _TABLE if not line.startswith("#")))
+from envscaler_airflow.local_files import read_table
+
+_ROWS = read_table(Path(__file__).with_name("gpu_names.csv"))
 MEMORY_GB: dict[str, float] = {row["name"]: float(row["memory_gb"]) for row in _ROWS}
 """Nominal memory of one GPU in GB, by canonical name. Source: the first lines of the table."""
 

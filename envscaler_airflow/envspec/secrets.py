@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from envscaler_airflow.envspec.documents import Node
@@ -15,6 +16,7 @@ from envscaler_airflow.envspec.literals import (
     is_literal,
     is_secret_name,
 )
+from envscaler_airflow.local_files import read_table
 
 ScriptKind = Literal["shell", "code"]
 
@@ -29,29 +31,9 @@ _REST_IS_SCRIPT = frozenset({"eval", "ssh", "watch", "parallel"})
 """Programs that join all following words and pass them to a shell."""
 _SCRIPT_FIRST = {"awk": "-[Fv]", "gawk": "-[Fv]", "mawk": "-[Fv]", "nawk": "-[Fv]", "sed": "-[lE]"}
 """Programs whose first word that is not an option is code that can run commands, and options with a value."""
-_CODE_FLAGS = {
-    "python": r"-[A-Za-z]*c",
-    "pypy": r"-[A-Za-z]*c",
-    "ipython": r"-c",
-    "expect": r"-c",
-    "gdb": r"-ex|--eval-command",
-    "sed": r"-[nErsz]*e|--expression",
-    "gawk": r"-e|--source",
-    "pwsh": r"-[cC](ommand)?",
-    "bun": r"-[ep]|--eval|--print",
-    "ts-node": r"-[ep]|--eval|--print",
-    "tsx": r"-[ep]|--eval|--print",
-    "perl": r"-[A-Za-z0-9]*[eE]",
-    "ruby": r"-[A-Za-z]*e",
-    "node": r"-[a-z]*[ep]|--eval|--print",
-    "Rscript": r"-e",
-    "R": r"-e",
-    "julia": r"-[eE]|--eval",
-    "php": r"-r",
-    "lua": r"-e",
-    "deno": r"eval",
-}
-"""Flag after which each interpreter expects code, from its manual page."""
+_FLAGS = read_table(Path(__file__).with_name("program_flags.csv"))
+_CODE_FLAGS = {row["programs"]: row["flag"] for row in _FLAGS if row["before"] == "code"}
+"""Flag after which each interpreter expects code."""
 _ATTACHED = re.compile(r"(-[cCeE]|--[a-z]+(?==)).+", re.DOTALL)
 """Code attached to its flag: ``-cprint(1)``, ``--eval=f()``."""
 _ENDS_OPTIONS = frozenset({"python", "pypy"})
@@ -136,18 +118,13 @@ _USER_IN_SCRIPT = re.compile(
     r"\s(-u|--user|--proxy-user|--userpwd|--auth|-a)(?:=|\s*)[\"']?([^\s\"':$]{1,200}:[^\s\"']+)"
 )
 _PASSWORD_FLAGS = tuple(
-    re.compile(rf"(?:^|[\s/;|&])(?:{programs})\s(?:[^|;&]{{0,400}}?\s)?{flag}[\"']?([^\s\"'`]+)")
-    for programs, flag in (
-        ("mysql|mysqldump|mysqladmin|mariadb|mariadb-dump", "-p"),
-        ("sshpass", r"-p\s*"),
-        ("mongo|mongosh|mongodump|mongorestore|twine upload", r"-p\s+"),
-        ("(?:docker|podman|buildah|skopeo|oras|crane|helm registry|az acr) login", r"-p\s+"),
-        ("redis-cli", r"-a\s+"),
-        ("ldapsearch|ldapadd|ldapmodify", r"-w\s+"),
-        ("openssl", r"-pass(?:in|out)?\s+pass:"),
+    re.compile(
+        rf"(?:^|[\s/;|&])(?:{row['programs']})\s(?:[^|;&]{{0,400}}?\s)?{row['flag']}[\"']?([^\s\"'`]+)"
     )
+    for row in _FLAGS
+    if row["before"] == "password"
 )
-"""Short flags with which programs accept a password, from their manual pages."""
+"""Short flags with which programs accept a password."""
 _USER_AND_PASSWORD = re.compile(r"[\"']?[^\s:/$\"'{<]+:(?!/)([^\s]+)\Z")
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)(?:=(.*))?\Z", re.DOTALL)
 _ASSIGNED = re.compile(r"(?:\b([A-Z][A-Z0-9_]*)|[?&]([A-Za-z_]+))=(\S+)")
