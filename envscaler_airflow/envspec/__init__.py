@@ -12,21 +12,11 @@ if TYPE_CHECKING:
     from envscaler_airflow.envspec.loading import Loaded, load_spec, load_with_sources, spec_hash
     from envscaler_airflow.envspec.models import EnvSpec
     from envscaler_airflow.envspec.parameters import spec_params
-    from envscaler_airflow.envspec.resources import NodeRange, Resources
-    from envscaler_airflow.envspec.running import Checkpoint, Every, Scaling
-    from envscaler_airflow.envspec.schema import json_schema
-    from envscaler_airflow.envspec.secrets import Reference, parse_reference
+    from envscaler_airflow.envspec.secrets import parse_reference
 
 _HOMES = {
-    "Checkpoint": "running",
     "EnvSpec": "models",
-    "Every": "running",
     "Loaded": "loading",
-    "NodeRange": "resources",
-    "Reference": "secrets",
-    "Resources": "resources",
-    "Scaling": "running",
-    "json_schema": "schema",
     "load_spec": "loading",
     "load_with_sources": "loading",
     "parse_reference": "secrets",
@@ -35,15 +25,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "Checkpoint",
     "EnvSpec",
-    "Every",
     "Loaded",
-    "NodeRange",
-    "Reference",
-    "Resources",
-    "Scaling",
-    "json_schema",
     "load_spec",
     "load_with_sources",
     "parse_reference",

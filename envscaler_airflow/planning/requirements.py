@@ -10,7 +10,8 @@ from envscaler_airflow.planning.offers import InstanceType, Offer
 from envscaler_airflow.planning.record import NotNegative, Record
 
 if TYPE_CHECKING:
-    from envscaler_airflow.envspec import EnvSpec, NodeRange, Resources
+    from envscaler_airflow.envspec import EnvSpec
+    from envscaler_airflow.envspec.resources import NodeRange, Resources
 
 Capacity = Literal["spot", "on-demand", "auto"]
 

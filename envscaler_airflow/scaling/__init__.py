@@ -27,12 +27,10 @@ from envscaler_airflow.scaling.decision import (
     Want,
     explain,
     remember,
-    table_files,
 )
-from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
+from envscaler_airflow.scaling.from_spec import policy_of
 from envscaler_airflow.scaling.observation import (
     Ask,
-    Done,
     Metric,
     Observation,
     Sample,
@@ -41,7 +39,7 @@ from envscaler_airflow.scaling.observation import (
     usage_samples,
     work_of,
 )
-from envscaler_airflow.scaling.outlook import Outlook, outlook
+from envscaler_airflow.scaling.outlook import outlook
 from envscaler_airflow.scaling.registry import all_policies
 
 
@@ -170,11 +168,9 @@ __all__ = [
     "Ask",
     "Check",
     "Decision",
-    "Done",
     "Memory",
     "Metric",
     "Observation",
-    "Outlook",
     "PhaseNeed",
     "Policy",
     "Prepared",
@@ -189,13 +185,10 @@ __all__ = [
     "ask_metrics",
     "decide",
     "explain",
-    "outlook",
     "policy_of",
     "recent",
     "remember",
     "replay",
-    "speedups_of",
-    "table_files",
     "usage_samples",
     "validate",
     "work_of",

@@ -12,9 +12,9 @@ import yaml
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.envspec import json_schema, load_spec
+from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.envspec.models import RESOLVED_FIELDS, EnvSpec
-from envscaler_airflow.envspec.schema import SCHEMA_FILE, reference_text, schema_text
+from envscaler_airflow.envspec.schema import SCHEMA_FILE, json_schema, reference_text, schema_text
 
 DATA = Path(__file__).parents[1] / "data"
 

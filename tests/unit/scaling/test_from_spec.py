@@ -6,7 +6,8 @@ from typing import Any
 
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.planning import Speedup
-from envscaler_airflow.scaling import Policy, ThresholdRule, policy_of, speedups_of
+from envscaler_airflow.scaling import Policy, ThresholdRule, policy_of
+from envscaler_airflow.scaling.from_spec import speedups_of
 
 
 def spec(**fields: Any) -> EnvSpec:

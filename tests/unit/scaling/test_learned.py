@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from envscaler_airflow.planning import Allocation, Offer, Speed
-from envscaler_airflow.scaling import Observation, Policy, decide, outlook, remember
+from envscaler_airflow.scaling import Observation, Policy, decide, remember
 from envscaler_airflow.scaling.decision import Check
 from envscaler_airflow.scaling.explore import Measured
-from envscaler_airflow.scaling.outlook import learned
+from envscaler_airflow.scaling.outlook import learned, outlook
 
 T4 = Offer("aws", "r", "g4", "on-demand", vcpus=4, memory_gib=16, gpu_name="T4", gpus=1, usd_per_hour=1.0)
 A100 = replace(T4, instance_type="p4", gpu_name="A100", usd_per_hour=3.0)
