@@ -47,24 +47,22 @@ class SessionCallback(Callback):
         self._has_begun = False
         self._global_step = self._samples = 0
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, *_: Any) -> None:
         """Ensure that the callback is used once. Lightning itself refuses two in one Trainer.
 
         Raises:
             RuntimeError: This is a second training.
         """
-        del trainer, pl_module
         if self._has_begun:
             raise RuntimeError(ONE_TRAINING)
         self._has_begun = True
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Report how long the training will be.
 
         Raises:
             RuntimeError: It was restored and did not continue from there.
         """
-        del pl_module
         if self.restored is not None and trainer.global_step == 0 < self.session.steps:
             raise RuntimeError(
                 f"the training begins at step 0, its checkpoint is of step {self.session.steps}: "
@@ -82,21 +80,15 @@ class SessionCallback(Callback):
         )
         self.session.phase("training")
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, _trainer: Trainer, _module: LightningModule, batch: Any, *_: Any) -> None:
         """Restore the random generators after Lightning itself has drawn from them."""
-        del trainer, pl_module, batch_idx
         self._samples += _samples_of(batch)
         if self._folder is not None:
             load_random_state(self._folder, self.session.rank)
             self._folder = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, _module: LightningModule, outputs: Any, *_: Any) -> None:
         """Count the optimizer's step; save between steps of an epoch, if the loader knows its position."""
-        del pl_module, batch, batch_idx
         if trainer.global_step == self._global_step:
             return  # during gradient accumulation
         self._global_step = trainer.global_step
@@ -106,14 +98,12 @@ class SessionCallback(Callback):
         if self._loaders and not trainer.is_last_batch:
             self.session.checkpoint(self._save_of(trainer))
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save at the end of an epoch, after its validation."""
-        del pl_module
         self.session.checkpoint(self._save_of(trainer), epoch_end=trainer.current_epoch + 1)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Report the last numbers."""
-        del trainer, pl_module
         self.session.__exit__(None, None, None)
 
     def state_dict(self) -> Dict[str, Any]:

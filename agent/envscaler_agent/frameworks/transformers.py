@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Iterator, Optional
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from envscaler_agent import Session
 from envscaler_agent.frameworks.torch import agree, leave_group_at_exit, telling_of_shards
@@ -66,15 +66,12 @@ class SessionCallback(TrainerCallback):
         self._has_begun = self._is_epoch_end = False
         self._loss: Optional[float] = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Report how long the training will be.
 
         Raises:
             RuntimeError: It was restored and did not continue from there, or this is a second training.
         """
-        del control
         if self._has_begun:
             raise RuntimeError(
                 "a SessionCallback carries one training: steps of a second one, or of auto_find_batch_size's "
@@ -90,39 +87,22 @@ class SessionCallback(TrainerCallback):
         self.session.report(total_steps=state.max_steps, epochs=args.num_train_epochs)
         self.session.phase("training")
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Optional[Any] = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, *_: Any, logs: Optional[Any] = None, **__: Any) -> None:
         """Keep the loss; it is reported with the next step."""
-        del args, state, control
         self._loss = (logs or {}).get("loss", self._loss)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Count the step."""
-        del state, control
         self._is_epoch_end = False
         samples = args.train_batch_size * args.gradient_accumulation_steps
         self.session.step(samples=samples, loss=self._loss, batch=samples * args.world_size)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Record that the next step belongs to the end of an epoch."""
-        del args, state, control
         self._is_epoch_end = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Report the last numbers."""
-        del args, state, control
         self.session.__exit__(None, None, None)
 
     def _after_step(self, *arguments: Any, **named: Any) -> None:
