@@ -28,8 +28,6 @@ from envscaler_agent.frameworks.randomness import load_random_state, save_random
 _WEIGHTS = "model.weights.h5"
 _PLACE = "place.json"
 
-Logs = Optional[Mapping[str, Any]]
-
 
 class SessionCallback(keras.callbacks.Callback):
     """Reports steps, saves when that is due or requested, and ends the program when the stage moves.
@@ -66,14 +64,13 @@ class SessionCallback(keras.callbacks.Callback):
         if self._data is not None:
             self._data.load_state_dict(place["data"])
 
-    def on_train_begin(self, logs: Logs = None) -> None:
+    def on_train_begin(self, *_: Any) -> None:
         """Report how long the training will be.
 
         Raises:
             ValueError: It is the ``fit`` of another model.
             RuntimeError: This is a second training.
         """
-        del logs
         if self.model is not self._carried:
             raise ValueError("SessionCallback: fit of another model than it was made for")
         if self._has_begun:
@@ -88,13 +85,12 @@ class SessionCallback(keras.callbacks.Callback):
         self.session.report(epochs=epochs, total_steps=epochs * steps if epochs and steps else None)
         self.session.phase("training")
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+    def on_epoch_begin(self, epoch: int, *_: Any) -> None:
         """Restore the random generators before the first epoch's order is drawn.
 
         Raises:
             RuntimeError: It was restored and does not continue from there.
         """
-        del logs
         if self._folder is None:
             return
         if epoch != self.initial_epoch:
@@ -105,22 +101,19 @@ class SessionCallback(keras.callbacks.Callback):
         load_random_state(self._folder, self.session.rank)
         self._folder = None
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+    def on_train_batch_end(self, _batch: int, logs: Optional[Mapping[str, Any]] = None) -> None:
         """Count the step; save between two steps of an epoch if the data knows its position."""
-        del batch
         samples = self._data.global_batch // self._data.world_size if self._data is not None else None
         self.session.step(samples=samples, loss=(logs or {}).get("loss"))
         if self._data is not None and not self._data.epoch_end:
             self.session.checkpoint(lambda folder: self._save(folder, self._data.epoch))
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+    def on_epoch_end(self, epoch: int, *_: Any) -> None:
         """Save at the end of an epoch, after its validation."""
-        del logs
         self.session.checkpoint(lambda folder: self._save(folder, epoch + 1), epoch_end=epoch + 1)
 
-    def on_train_end(self, logs: Logs = None) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Report the last numbers."""
-        del logs
         self.session.__exit__(None, None, None)
 
     def _save(self, folder: Path, epoch: int) -> None:
