@@ -43,7 +43,7 @@ class BudgetError(EnvScalerError):
 
 
 class CapacityError(EnvScalerError):
-    """None to be had now: the next offer is tried, then this one later."""
+    """No capacity now: the next offer is tried, then this one later."""
 
 
 class BackendError(EnvScalerError):

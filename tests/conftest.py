@@ -1,4 +1,4 @@
-"""For all tests: an Airflow home of the session's own, so that nobody's settings are read or written.
+"""For all tests: an Airflow home of the session's own, so that no user's settings are read or written.
 
 A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP, and children inherit that:
 tests that press Ctrl-C or hang up would wait for ever, so it is taken back.

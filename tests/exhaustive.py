@@ -29,7 +29,7 @@ def fits(row: Facts, want: Facts) -> bool:
 
 
 def fits_gpu(row: Facts, want: Facts) -> bool:
-    """Its GPU is of a type, maker and size that was asked for."""
+    """Its GPU is of a requested type, maker and size."""
     if want.get("exact_gpus") and row["gpus"] != want["gpus"]:
         return False
     types = [name.lower() for name in want.get("gpu_types", [])]

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 def _exit() -> None:
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # nothing is left to clean up, and a sampler that the driver holds must not keep us
+    os._exit(code)  # nothing is left to clean up, and a sampler that waits for the driver must not keep us
 
 
 if __name__ == "__main__":

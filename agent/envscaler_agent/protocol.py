@@ -168,13 +168,13 @@ def check_schema(schema: object, *, where: str) -> None:
     ours = SCHEMA.split(".", 1)[0]
     if not isinstance(schema, str) or schema.split(".", 1)[0] != ours:
         raise ProtocolError(
-            f"{where}: schema {schema!r}, this side speaks {SCHEMA} (envscaler {__version__}); install one "
+            f"{where}: schema {schema!r}, this side uses {SCHEMA} (envscaler {__version__}); install one "
             "version of envscaler-airflow, sidecar image and envscaler-agent"
         )
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _plain(value: Any) -> Any:
@@ -250,7 +250,7 @@ def _read_plain(hint: Any, value: Any, where: str) -> Any:
     if hint is float and type(value) is int and abs(value) < _MOST_INT:
         return float(value)
     if type(value) is float and not math.isfinite(value):  # JSON can contain 1e999
-        raise ProtocolError(f"{where}: {value!r} is no number")
+        raise ProtocolError(f"{where}: {value!r} is not a number")
     if type(value) is not hint or (type(value) is int and abs(value) >= _MOST_INT):
         expected = getattr(hint, "__name__", hint)
         raise ProtocolError(f"{where}: got {value!r:.80}, expected {expected}")
@@ -317,7 +317,7 @@ class Control(Message):
         )
         for name in self.candidates or ():
             if parse_checkpoint_name(name) is None:
-                raise ValueError(f"candidates: {name!r} is no checkpoint name")
+                raise ValueError(f"candidates: {name!r} is not a checkpoint name")
 
 
 @dataclass(frozen=True)
@@ -574,7 +574,7 @@ class Manifest(Message):
             return
         below = [path for path in (*paths, *self.links) if _is_below_a_link(path, self.links)]
         if below or set(paths) & set(self.links):
-            raise ValueError("links: a path is named twice, or lies below a link")
+            raise ValueError("links: a path is named twice, or is below a link")
 
 
 def _is_below_a_link(path: str, links: Mapping[str, str]) -> bool:

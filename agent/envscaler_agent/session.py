@@ -364,7 +364,7 @@ class Session:
             return problem is None
         if problem is not None and what == rk.LEAVE:
             self._write(now)
-            raise CheckpointError(f"asked to leave at step {self.steps}, but the save failed: {problem}")
+            raise CheckpointError(f"asked to stop at step {self.steps}, but the save failed: {problem}")
         self._state["left"] = True
         self._loss_at = -math.inf
         self._write(now)
@@ -553,7 +553,7 @@ class Session:
         if agree is not None:
             return rk.Collective(agree, every=AGREE_EVERY, leads=self.rank == 0, local=local)
         sys.stderr.write(
-            "envscaler: ranks on several nodes and no agree=: this training cannot be asked to leave\n"
+            "envscaler: ranks on several nodes and no agree=: this training cannot be asked to stop\n"
         )
         return rk.Scheduled(local)
 

@@ -1,8 +1,8 @@
 """Runs a command inside a training container and answers for it.
 
-One thread and one loop: output is pumped, children are reaped, and twice a second
-the wrapper looks at what the owner asks, what the session says and how the machine
-does. Whatever goes wrong with reporting, the command goes on.
+One thread and one loop: the wrapper copies output, reaps children, and reads twice a
+second the owner's request, the session's report and the machine's usage. The command
+keeps running when reporting fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from envscaler_agent.protocol import Control, Ended, Progress
 from envscaler_agent.sampler import SamplerChild
 
 TICK_S = 0.5
-"""Between two looks at the spool. Chosen: soon for a person, nothing for the CPU."""
+"""Seconds between two reads of the spool. Chosen: soon for a person, next to no CPU time."""
 DRAIN_S = 2.0
 """How long output of what the command left behind is awaited. Chosen: a pipe is emptied in milliseconds."""
 SIGTERM_GRACE_S = 25.0
@@ -51,7 +51,7 @@ once. Chosen: a signal to a group reaches both within milliseconds, and later on
 MAX_MESSAGE_CHARS = 500
 """Longest message in a status. Chosen: a line that a person reads."""
 MAX_PHASE_CHARS = 100
-"""Longest name of a phase. Chosen likewise."""
+"""Longest name of a phase. Chosen: one word or a few on a line that a person reads."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Options:
     Attributes:
         wait_start_s: Longest wait for ``start.json``, None for ever; 0 goes on without one.
         grace_s: Seconds from a SIGTERM to the wrapper to the SIGKILL of the command.
-        tick_s: Seconds between two looks at the spool.
+        tick_s: Seconds between two reads of the spool.
         sampler: False starts no sampler.
         warning: First line of the log; empty for none.
     """
@@ -124,7 +124,7 @@ class Wrapper:
         except ProtocolError as err:
             return self._end_early("setup-failed", str(err))
         if not started:
-            return self._end_early("stopped", "asked to go before the command was started")
+            return self._end_early("stopped", "asked to stop before the command was started")
         environ = self._environ()
         secrets = secret_values(self._start.secret_env, environ)
         self._masker = Masker(secrets)
@@ -149,7 +149,7 @@ class Wrapper:
     # -- before the command ------------------------------------------------------------------
 
     def _await_start(self) -> bool:
-        """Wait for ``start.json``; False when asked to go before."""
+        """Wait for ``start.json``; False when asked to stop before."""
         if self._spool is None:
             return True
         limit = self._options.wait_start_s
@@ -437,7 +437,7 @@ class Wrapper:
         deadline = self._clock() + DRAIN_S
         while process.has_children() and self._clock() < deadline:
             self._turn(command, reading, tracker, 0.02)
-        self._look_at_control(self._clock())  # the session may have heard the owner before us
+        self._look_at_control(self._clock())  # the session may have read the owner's request before us
         self._look_at_session(self._clock(), tracker)
 
     def _finish(self, copier: OutputCopier, kills: int) -> int:

@@ -112,7 +112,7 @@ def quantity(text: str) -> float:
     """
     found = _QUANTITY.match(text)
     if found is None:
-        raise ValueError(f"{text!r:.60} is no quantity")
+        raise ValueError(f"{text!r:.60} is not a quantity")
     number, exponent, suffix = found.groups()
     return float(number) * (10.0 ** int(exponent) if exponent else _SUFFIXES.get(suffix, 1.0))
 

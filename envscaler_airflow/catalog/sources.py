@@ -155,7 +155,7 @@ class _Reader:
             return None
         value = _number(text)
         if value is None or value <= 0:
-            self.refuse(name, number, f"{text!r:.20} is no price; it counts as unknown")
+            self.refuse(name, number, f"{text!r:.20} is not a price; it counts as unknown")
             return None
         return value
 
@@ -283,7 +283,7 @@ def _cache(path: Path, data: bytes) -> None:
 
 def _names(value: object) -> frozenset[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"{value!r:.60} is no list of regions")
+        raise TypeError(f"{value!r:.60} is not a list of regions")
     return frozenset(value)
 
 

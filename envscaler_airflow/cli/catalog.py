@@ -57,7 +57,7 @@ def catalog() -> None:
     type=click.Choice(list(price_sources())),
     help="All of them when not given.",
 )
-@click.option("--region", "regions", multiple=True, help="All that the catalog knows when not given.")
+@click.option("--region", "regions", multiple=True, help="Every region of the catalog by default.")
 @click.option("--endpoint-url", help="Of a stand-in for the cloud's API.")
 @click.option("--accept-outliers", is_flag=True, help="Use the outliers that are in quarantine.")
 @output_option
@@ -69,7 +69,7 @@ def refresh(
     accept_outliers: bool,
     as_json: bool,
 ) -> None:
-    """Ask clouds for their prices of today; what fails keeps its last good ones. Exit 2 if any failed."""
+    """Fetch current prices; a cloud that fails keeps its last good ones. Exit 2 if any failed."""
     cache = PriceCache(cache_dir())
     failed: list[str] = []
     asked = _asked(clouds, regions)
@@ -140,10 +140,10 @@ def show(*, as_json: bool) -> None:
 def _asked(clouds: Sequence[str], regions: Sequence[str]) -> dict[str, list[str]]:
     """Regions to refresh, by cloud; of several clouds each takes those that it has.
 
-    A cloud that is named alone is asked for any region: it may have opened one since the snapshot.
+    A cloud that is named alone accepts any region: it may have opened one since the snapshot.
 
     Raises:
-        SpecError: A region is none.
+        SpecError: A region does not exist.
     """
     places, lists = packaged().places, price_sources()
     known = {

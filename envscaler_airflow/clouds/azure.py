@@ -85,7 +85,7 @@ class AzurePrices:
             yield from (item for item in page["Items"] if isinstance(item, dict))
             url, params = page.get("NextPageLink") or None, None  # the link contains the query
             if not isinstance(url, str | None):
-                raise BackendError(f"Azure Retail Prices: {url!r:.100} is no address", transient=True)
+                raise BackendError(f"Azure Retail Prices: {url!r:.100} is not a valid URL", transient=True)
         raise BackendError(f"Azure Retail Prices: more than {MAX_PAGES} pages", transient=True)
 
 

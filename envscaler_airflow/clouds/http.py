@@ -88,7 +88,7 @@ class Caller:
             with self._client.stream("GET", url, params=params, headers=self.headers) as answer:
                 status, content = answer.status_code, self._content(answer, what)
         except httpx.InvalidURL as err:
-            raise BackendError(f"{what}: {url!r:.100} is no address: {err}", transient=False) from err
+            raise BackendError(f"{what}: {url!r:.100} is not a valid URL: {err}", transient=False) from err
         except httpx.HTTPError as err:
             text = f"{what}: no answer within {TIMEOUT_S:g} s: {err or type(err).__name__}"
             raise BackendError(text, transient=True) from err
@@ -99,7 +99,7 @@ class Caller:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as err:
-            raise BackendError(f"{what}: the answer is no whole JSON: {err}", transient=True) from err
+            raise BackendError(f"{what}: the answer is not complete JSON: {err}", transient=True) from err
 
     def _content(self, answer: httpx.Response, what: str) -> bytes:
         """The body, if it arrives within the limits of time and size."""

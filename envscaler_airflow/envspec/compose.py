@@ -103,7 +103,9 @@ class _Gatherer:
             if isinstance(item.value, str) and not item.is_broken:
                 kept.append(item)
             else:
-                self.fault(item, "is no reference; write ./modules/name.yaml or registry://team/name@1.2")
+                self.fault(
+                    item, "is not a valid reference; write ./modules/name.yaml or registry://team/name@1.2"
+                )
         return kept
 
     def fault(self, node: Node, text: str) -> None:
@@ -121,7 +123,7 @@ class _Gatherer:
             return
         if not _is_plain_file_reference(reference):
             fix = "write a path beside or below this file, such as ./modules/name.yaml, or registry://team/name@1.2"
-            self.fault(node, f"{reference!r:.100} is no reference; {fix}")
+            self.fault(node, f"{reference!r:.100} is not a valid reference; {fix}")
             return
         path = folder / reference
         try:
@@ -138,7 +140,9 @@ class _Gatherer:
 
     def follow_registry(self, node: Node, above: tuple[Path, ...]) -> None:
         if not _REGISTRY.match(node.value):
-            self.fault(node, f"{node.value!r:.100} is no registry reference; write registry://team/name@1.2")
+            self.fault(
+                node, f"{node.value!r:.100} is not a registry reference; write registry://team/name@1.2"
+            )
             return
         if self.registry is None:
             fix = "configure one, or name a file such as ./modules/name.yaml"
@@ -157,7 +161,7 @@ class _Gatherer:
             self.fault(node, f"goes in a circle: {chain}; leave one of them out")
             return
         if not real.is_file():
-            self.fault(node, f"{node.value!r:.100} is no file; write the path of a spec or module")
+            self.fault(node, f"{node.value!r:.100} is not a file; write the path of a spec or module")
             return
         self.take(real, shown, root=root, above=above)
 

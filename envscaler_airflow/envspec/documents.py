@@ -63,7 +63,7 @@ _TRAPS = {
     "off": '{0} is false for YAML 1.1 and text for YAML 1.2; write false, or "{0}"',
     "octal": '{0:.40} is octal for YAML 1.1; write "{0:.40}", or the number without the leading 0',
     "base60": '{0:.40} without quotes is a number of base 60 for YAML 1.1; write "{0:.40}"',
-    "infinite": "{0} is no finite number; write one, or leave the field out",
+    "infinite": "{0} is not a finite number; write one, or leave the field out",
     "large": "{0:.20}... is too large a number; write at most 15 digits, or quote it",  # doubles: 2**53
 }
 """Plain scalars that YAML and JSON parsers read differently, and what to write instead."""
@@ -181,7 +181,7 @@ def read_text(text: str, faults: Faults, *, file: str = "spec") -> Node | None:
     except yaml.MarkedYAMLError as err:
         faults.add(file, *_syntax_fault(err, text.splitlines()))
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as err:
-        faults.add(file, 0, "", f"is no YAML: {str(err).splitlines()[0]:.200}; write plain UTF-8 text")
+        faults.add(file, 0, "", f"is not valid YAML: {str(err).splitlines()[0]:.200}; write plain UTF-8 text")
     return None
 
 
@@ -193,7 +193,7 @@ def _text_of(path: Path) -> str:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise _UnreadableError(0, "", "is no regular file; write the path of a spec file")
+                raise _UnreadableError(0, "", "is not a regular file; write the path of a spec file")
             content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else str(err)
@@ -205,7 +205,7 @@ def _text_of(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as err:
         line = content.count(b"\n", 0, err.start) + 1
-        wrong = f"byte {content[err.start]:#04x} is no UTF-8; save the file as UTF-8"
+        wrong = f"byte {content[err.start]:#04x} is not UTF-8; save the file as UTF-8"
         raise _UnreadableError(line, "", wrong) from err
 
 
@@ -225,7 +225,11 @@ def _syntax_fault(err: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str
     problem = err.problem or err.context or ""
     if mark and mark.line < len(lines) and lines[mark.line][mark.column : mark.column + 1] == "\t":
         return last + 1, "", "a tab where YAML wants spaces; indent by spaces"
-    return last + 1 if mark else 0, "", f"is no YAML: {problem:.200}; check indentation, colons and quotes"
+    return (
+        last + 1 if mark else 0,
+        "",
+        f"is not valid YAML: {problem:.200}; check indentation, colons and quotes",
+    )
 
 
 def _has_bare_template(line: str) -> bool:
@@ -299,7 +303,7 @@ class _Reader:
         self.bound(event, path, self.aliases, MAX_ALIASES, text)
         target = self.anchors.get(str(event.anchor))
         if target is None:
-            problem = "holds itself" if event.anchor in self.anchors else "is defined nowhere above"
+            problem = "contains itself" if event.anchor in self.anchors else "is defined nowhere above"
             text = f"anchor {event.anchor!r:.60} {problem}; write the value out"
             raise _UnreadableError(_line_of(event), path, text)
         self.count(event, path, sum(1 for _ in target.walk()))
@@ -341,7 +345,7 @@ class _Reader:
             trap = _TRAPS[_kind(key)].format(key).partition(";")[0]
             self.fault(line, _join(path, key), f'key {trap}; write "{key}":')
         elif not isinstance(self.node(event, path, line, depth + 1).value, str):
-            self.fault(line, _join(path, key), f'key {key} is no text for YAML; write "{key}":')
+            self.fault(line, _join(path, key), f'key {key} is not a string in YAML; write "{key}":')
         return key
 
     def sequence(self, path: str, depth: int) -> list[Node]:

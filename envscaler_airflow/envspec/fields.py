@@ -50,7 +50,7 @@ def _utf8(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("has a lone surrogate, which is no character; write plain text") from None
+        raise ValueError("has a lone surrogate, which is not a character; write plain text") from None
 
 
 def _matching(pattern: str, what: str) -> Callable[[str], str]:
@@ -58,7 +58,7 @@ def _matching(pattern: str, what: str) -> Callable[[str], str]:
 
     def check(text: str) -> str:
         if not compiled.fullmatch(text):
-            raise ValueError(f"{text!r:.80} is no {what}")
+            raise ValueError(f"{text!r:.80} is not {what}")
         return text
 
     return check
@@ -72,7 +72,9 @@ def _matched(pattern: str, what: str, *, example: str, max_length: int = 253) ->
 
 def _safe_name(text: str) -> str:
     if not is_safe_name(text):
-        raise ValueError(f"{text!r:.80} is no name; write letters, digits, '-', '_' and '.', such as model")
+        raise ValueError(
+            f"{text!r:.80} is not a valid name; write letters, digits, '-', '_' and '.', such as model"
+        )
     return text
 
 
@@ -97,7 +99,7 @@ def _duration(value: Any) -> str:
 
 def _absolute(text: str) -> str:
     if not text.startswith("/") or text == "/":
-        raise ValueError(f"{text!r:.80} is no absolute path; write one such as /output/model")
+        raise ValueError(f"{text!r:.80} is not an absolute path; write one such as /output/model")
     if any(part in ("", ".", "..") for part in text.rstrip("/").split("/")[1:]):
         raise ValueError(f"{text!r:.80} has an empty, '.' or '..' part; write the plain absolute path")
     if ":" in text:
@@ -111,7 +113,7 @@ def _absolute(text: str) -> str:
 
 def _local(text: str) -> str:
     if text.startswith("~") or "://" in text or "\\" in text:
-        raise ValueError(f"{text!r:.80} is no local path; write one relative to this file, such as .")
+        raise ValueError(f"{text!r:.80} is not a local path; write one relative to this file, such as .")
     return text
 
 
@@ -146,42 +148,46 @@ Fraction = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, le=1e12, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
 Word = _matched(
-    r"[A-Za-z0-9][A-Za-z0-9._-]*", "plain word; write letters, digits, '.', '_' and '-'", example="aws"
+    r"[A-Za-z0-9][A-Za-z0-9._-]*", "a plain word; write letters, digits, '.', '_' and '-'", example="aws"
 )
 PolicyName = _matched(
-    r"[a-z][a-z0-9]*(-[a-z0-9]+)*", "policy name; write one such as cost-to-finish", example="cost-to-finish"
+    r"[a-z][a-z0-9]*(-[a-z0-9]+)*",
+    "a policy name; write one such as cost-to-finish",
+    example="cost-to-finish",
 )
 MetricName = _matched(
-    r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*", "metric; write one such as gpu_utilization", example="gpu_utilization"
+    r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*",
+    "a metric; write one such as gpu_utilization",
+    example="gpu_utilization",
 )
 VariableName = _matched(
     r"[A-Za-z_][A-Za-z0-9_]*",
-    "variable name; write letters, digits and '_', such as HF_HOME",
+    "a variable name; write letters, digits and '_', such as HF_HOME",
     example="HF_HOME",
 )
 ImageName = _matched(
     r"[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]{1,5})?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(@sha256:[0-9a-f]{64})?",
-    "image name; write one such as nvidia/cuda:11.8.0-runtime-ubuntu22.04",
+    "an image name; write one such as nvidia/cuda:11.8.0-runtime-ubuntu22.04",
     example="python:3.11-slim",
     max_length=512,
 )
 PackageName = _matched(
     r"[A-Za-z0-9][A-Za-z0-9.+:~_-]*(=[A-Za-z0-9.+:~_*-]+)?",
-    "package name; write one such as git-lfs",
+    "a package name; write one such as git-lfs",
     example="git",
 )
 RequirementText = _matched(
     r"[A-Za-z0-9][ -~]*",
-    "requirement; write one such as torch==2.1.0",
+    "a requirement; write one such as torch==2.1.0",
     example="torch==2.1.0",
     max_length=1024,
 )
 PythonVersion = _matched(
-    r"3\.[0-9]{1,2}(\.[0-9]{1,2})?", 'Python version; write "3.10" in quotes', example="3.10"
+    r"3\.[0-9]{1,2}(\.[0-9]{1,2})?", 'a Python version; write "3.10" in quotes', example="3.10"
 )
 WebUrl = _matched(
     r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[A-Za-z0-9._~!$&()*+,;=:@%/-]*)?(\?[A-Za-z0-9._~!$&()*+,;=:@%/?-]*)?",
-    "web address; write one such as https://wheels.example.com/simple",
+    "a web address; write one such as https://wheels.example.com/simple",
     example="https://wheels.example.com/simple",
     max_length=MAX_LINE,
 )

@@ -118,7 +118,7 @@ def _unknown(name: str) -> str:
     written = name.strip()[begin.end() if begin else 0 :][: len(key)]
     kept = written.replace(" ", "")
     if not _NAME.match(kept):
-        raise ValueError(f"{name!r:.60} is no GPU name; write one of the catalog, such as A100-80GB")
+        raise ValueError(f"{name!r:.60} is not a GPU name; write one of the catalog, such as A100-80GB")
     near = nearest(name)
     if near is not None and _is_misspelt(_bare(key), near):
         raise ValueError(f"GPU {name!r:.60} is not known; write {near}")

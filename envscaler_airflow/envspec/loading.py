@@ -123,7 +123,7 @@ def _check_inputs(inputs: Mapping[str, str] | None, faults: Faults) -> None:
             faults.add("inputs", 0, f"{name!s:.60}", text)
         elif has_userinfo(uri) or has_secret_shape(uri):
             faults.add(
-                "inputs", 0, f"{name!s:.60}", "holds a secret; hand over a URI without user and password"
+                "inputs", 0, f"{name!s:.60}", "contains a secret; pass a URI without user and password"
             )
 
 
@@ -207,7 +207,7 @@ class _Resolver:
                 continue
             listed = _listed_names(node)
             if listed is None:
-                node.fault("is no list of names; write inputs: [model]", faults)
+                node.fault("is not a list of names; write inputs: [model]", faults)
                 continue
             names = (names or set()) | set(listed)
             for name in sorted(set(listed) - set(self.inputs)) if self.inputs is not None else ():

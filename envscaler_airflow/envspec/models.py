@@ -148,7 +148,7 @@ class Volume(Model):
             forms = (
                 "s3://bucket/path, gs://..., pvc://claim, nfs://host/path, hostPath:/path or {{ inputs.x }}"
             )
-            raise ValueError(f"{value!r:.100} is no source; write {forms}")
+            raise ValueError(f"{value!r:.100} is not a valid source; write {forms}")
         kind, rest = match["kind"], match["rest"]
         if ".." in rest.split("/"):
             raise ValueError(f"{value!r:.100} has a '..' part; write the plain path")
@@ -157,7 +157,7 @@ class Volume(Model):
         elif not rest.startswith("//") or len(rest) < 3 or rest[2] == "/":
             raise ValueError(f"{value!r:.100} names no place; write {kind}://name")
         if kind == "pvc" and not re.fullmatch(r"//[a-z0-9]([a-z0-9.-]*[a-z0-9])?", rest):
-            raise ValueError(f"{value!r:.100} is no claim; write pvc://claim-name")
+            raise ValueError(f"{value!r:.100} is not a valid claim; write pvc://claim-name")
         if kind == "nfs" and not re.fullmatch(r"//[A-Za-z0-9.-]+/.*", rest):
             raise ValueError(f"{value!r:.100} names no export; write nfs://host/path")
         return value

@@ -157,7 +157,7 @@ def _declare_one(name: str, node: Node, faults: Faults) -> Parameter | None:
         at.fault(text, faults)
 
     if not _NAME.match(name):
-        fault(f"{name!r:.60} is no parameter name; write letters, digits and _, such as gpu_count")
+        fault(f"{name!r:.60} is not a valid parameter name; write letters, digits and _, such as gpu_count")
         return None
     if is_secret_name(name):
         fault(f"a parameter is stored and shown, a secret must not be; write value_from: {REFERENCE_FORMS}")
@@ -200,11 +200,11 @@ def _build(name: str, node: Node, body: dict[str, Node], fault: Callable[..., No
     if "values" in plain and kind in ("integer", "number", "string", "boolean"):
         kind = "enum"
     if kind not in TYPES:
-        fault(f"{kind!r:.60} is no type; write one of {', '.join(TYPES)}", body["type"])
+        fault(f"{kind!r:.60} is not a type; write one of {', '.join(TYPES)}", body["type"])
         return None
     for key in ("title", "description", "pattern"):
         if key in plain and not isinstance(plain[key], str):
-            fault("is no text; write it in quotes", body[key])
+            fault("is not a string; write it in quotes", body[key])
             return None
     if not _check_definition(kind, plain, body, fault):
         return None
@@ -261,7 +261,7 @@ def _check_definition(
         )
         return False
     if "required" in plain and not isinstance(plain["required"], bool):
-        fault("is no switch; write required: true", body["required"])
+        fault("is not a boolean; write required: true", body["required"])
         return False
     return _check_pattern(kind, plain, body, fault)
 
@@ -343,7 +343,7 @@ def _read_integer(_: Parameter | None, value: Any) -> int:
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_NUMBER:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{value!r:.60} is no whole number; write one such as 4")  # noqa: TRY004 (one kind for all)
+        raise ValueError(f"{value!r:.60} is not a whole number; write one such as 4")  # noqa: TRY004 (one kind for all)
     if abs(value) >= MAX_NUMBER:
         raise ValueError("is too large a number; write at most 15 digits")
     return value
@@ -354,20 +354,20 @@ def _read_number(_: Parameter | None, value: Any) -> float:
         try:
             value = float(value[:100])
         except ValueError:
-            raise ValueError(f"{value!r:.60} is no number; write one such as 0.1") from None
+            raise ValueError(f"{value!r:.60} is not a number; write one such as 0.1") from None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r:.60} is no number; write one such as 0.1")  # noqa: TRY004 (one kind for all)
+        raise ValueError(f"{value!r:.60} is not a number; write one such as 0.1")  # noqa: TRY004 (one kind for all)
     if not abs(value) < MAX_NUMBER:  # also NaN
-        raise ValueError("is no finite number below 1e15; write one such as 0.1")
+        raise ValueError("is not a finite number below 1e15; write one such as 0.1")
     return value
 
 
 def _read_string(parameter: Parameter | None, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{value!r:.60} is no text; write it in quotes")  # noqa: TRY004 (one kind for all)
+        raise ValueError(f"{value!r:.60} is not a string; write it in quotes")  # noqa: TRY004 (one kind for all)
     text = value if isinstance(value, str) else f"{value!r:.60}"
     if len(text) > MAX_TEXT or "\0" in text or not _is_utf8(text):
-        raise ValueError(f"is no text of at most {MAX_TEXT} characters; write plain text")
+        raise ValueError(f"is not a string of at most {MAX_TEXT} characters; write plain text")
     if parameter is not None and parameter.pattern and not patterns.matches(parameter.pattern, text):
         raise ValueError(f"{text!r:.60} does not match {parameter.pattern}; write text that does")
     return text
@@ -387,7 +387,7 @@ def _read_boolean(_: Parameter | None, value: Any) -> bool:
     text = str(value).strip().lower() if isinstance(value, (str, int)) else ""
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
-    raise ValueError(f"{value!r:.60} is no switch; write true or false")
+    raise ValueError(f"{value!r:.60} is not a boolean; write true or false")
 
 
 def _read_enum(parameter: Parameter | None, value: Any) -> Any:
@@ -399,7 +399,7 @@ def _read_enum(parameter: Parameter | None, value: Any) -> Any:
         if isinstance(value, (str, int, float)) and _said(item) == _said(value):
             return item
     listed = ", ".join(_said(item) for item in values)
-    raise ValueError(f"{value!r:.60} is none of the values; write one of {listed:.300}")
+    raise ValueError(f"{value!r:.60} is not one of the values; write one of {listed:.300}")
 
 
 def _said(value: Any) -> str:

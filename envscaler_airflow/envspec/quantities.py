@@ -39,9 +39,11 @@ def cpu_cores(value: str | float) -> float:
     Raises:
         ValueError: The value is not a cpu quantity, finer than 1m, or more than :data:`MAX_CORES`.
     """
-    digits, unit = _split(value, "cpu: write 8, 0.5 or 500m")
+    digits, unit = _split(value, "an amount of cpu: write 8, 0.5 or 500m")
     if unit not in ("", "m"):
-        raise ValueError(f"{_shown(value)} is no cpu quantity; write cores (8 or 0.5) or millicores (500m)")
+        raise ValueError(
+            f"{_shown(value)} is not a cpu quantity; write cores (8 or 0.5) or millicores (500m)"
+        )
     cores = digits / 1000 if unit == "m" else digits
     if cores * 1000 != (cores * 1000).to_integral_value():
         raise ValueError(f"{_shown(value)} is finer than a millicore; write whole millicores such as 500m")
@@ -59,7 +61,7 @@ def memory_bytes(value: str | float) -> int:
     Raises:
         ValueError: The unit is absent or unknown, or the value is outside 1Mi to 1Pi.
     """
-    digits, unit = _split(value, "memory: write 4Gi or 512Mi")
+    digits, unit = _split(value, "an amount of memory: write 4Gi or 512Mi")
     number = _plain(digits)
     if not unit:
         raise ValueError(f"{_shown(value)} has no unit; {_bare_memory_fix(digits)}")
@@ -83,7 +85,7 @@ def duration_s(value: str) -> float:
     if not isinstance(value, str):  # pydantic handles ValueError
         number = value if isinstance(value, int) and not isinstance(value, bool) else 10
         fix = f'write it with a unit in quotes: "{number}s", "10m"'
-        raise ValueError(f"{_shown(value)} is no duration; {fix}")  # noqa: TRY004 (pydantic takes ValueError)
+        raise ValueError(f"{_shown(value)} is not a duration; {fix}")  # noqa: TRY004 (pydantic takes ValueError)
     parts = _DURATION_PART.findall(value)
     if not parts or "".join(number + unit for number, unit in parts) != value:
         fix = (
@@ -91,7 +93,7 @@ def duration_s(value: str) -> float:
             if value.isascii() and value.isdigit() and len(value) < 10
             else '"10m"'
         )
-        raise ValueError(f'{_shown(value)} is no duration; write {fix}, "1h30m" or "90s"')
+        raise ValueError(f'{_shown(value)} is not a duration; write {fix}, "1h30m" or "90s"')
     ranks = [_DURATION_ORDER.index(unit) for _, unit in parts]
     if ranks != sorted(set(ranks)):
         raise ValueError(f'{_shown(value)} has its units out of order; write the largest first: "1h30m"')
@@ -119,9 +121,11 @@ def gpu_memory_gb(value: str | float) -> float:
     Raises:
         ValueError: The unit is another one, or the value is out of range.
     """
-    digits, unit = _split(value, "GPU memory: write 80GB")
+    digits, unit = _split(value, "an amount of GPU memory: write 80GB")
     if unit not in ("", "G", "GB", "Gi", "GiB"):
-        raise ValueError(f"{_shown(value)} is no GPU memory; write the vendor's figure, such as 80GB")
+        raise ValueError(
+            f"{_shown(value)} is not an amount of GPU memory; write the vendor's figure, such as 80GB"
+        )
     if not 0 < digits <= int(MAX_GPU_MEMORY_GB):
         raise ValueError(f"{_shown(value)} is out of range; write the vendor's figure, such as 80GB")
     return float(digits)
@@ -129,13 +133,13 @@ def gpu_memory_gb(value: str | float) -> float:
 
 def _split(value: str | float, expected: str) -> tuple[Decimal, str]:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{_shown(value)} is no {expected}")  # noqa: TRY004 (pydantic takes ValueError)
+        raise ValueError(f"{_shown(value)} is not {expected}")  # noqa: TRY004 (pydantic takes ValueError)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no {expected}")
+        raise ValueError(f"{value} is not {expected}")
     text = value if isinstance(value, str) else _number_text(value)
     match = _NUMBER.match(text)
     if match is None:
-        raise ValueError(f"{_shown(value)} is no {expected}")
+        raise ValueError(f"{_shown(value)} is not {expected}")
     return Decimal(match["digits"]), match["unit"]
 
 

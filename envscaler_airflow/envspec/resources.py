@@ -122,7 +122,7 @@ class Requests(Amounts):
 
     @property
     def memory_gib(self) -> float | None:
-        """GiB; None when not asked for."""
+        """GiB; None when not requested."""
         return None if self.memory is None else memory_bytes(self.memory) / GIB
 
     @property
@@ -171,7 +171,7 @@ class Resources(Model):
 
     @property
     def is_ordered(self) -> bool:
-        """True when the first alternative that can be had is taken, whatever it costs."""
+        """True when the first available alternative is taken at any price."""
         return bool(self.ordered)
 
     @property
@@ -220,7 +220,7 @@ class NodeRange(Model):
                 return {"min": int(low), "max": int(high)}
         if isinstance(value, dict | NodeRange):
             return value
-        raise fault(f"{value!r:.60} is no number of nodes; write 2 or 1..4")
+        raise fault(f"{value!r:.60} is not a number of nodes; write 2 or 1..4")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

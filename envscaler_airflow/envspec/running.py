@@ -55,7 +55,9 @@ class Every(Model):
     @classmethod
     def _read(cls, value: Any) -> Any:
         if isinstance(value, str):
-            return _counted(value, ("step", "epoch"), 'is no interval; write "10m", "100 steps" or "1 epoch"')
+            return _counted(
+                value, ("step", "epoch"), 'is not an interval; write "10m", "100 steps" or "1 epoch"'
+            )
         if isinstance(value, dict | Every):
             return value
         raise fault(f'{value!r:.60} has no unit; write "10m", "100 steps" or "1 epoch"')
@@ -100,10 +102,10 @@ class Hold(Model):
         if isinstance(value, int) and not isinstance(value, bool):
             return {"samples": value}
         if isinstance(value, str):
-            return _counted(value, ("sample",), 'is no time to hold; write "3 samples" or "5m"')
+            return _counted(value, ("sample",), 'is not a time to hold; write "3 samples" or "5m"')
         if isinstance(value, dict | Hold):
             return value
-        raise fault(f'{value!r:.60} is no time to hold; write "3 samples" or "5m"')
+        raise fault(f'{value!r:.60} is not a time to hold; write "3 samples" or "5m"')
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -293,7 +295,7 @@ def _pattern(text: Any) -> Any:
         compiled = re.compile(text)
     except (re.error, RecursionError, OverflowError) as err:
         raise ValueError(
-            f"{text!r:.80} is no regular expression: {err}; write one such as 'step (\\d+)'"
+            f"{text!r:.80} is not a regular expression: {err}; write one such as 'step (\\d+)'"
         ) from err
     if compiled.groups < 1:
         raise ValueError(f"{text!r:.80} has no group for the value; write one such as 'step (\\d+)'")

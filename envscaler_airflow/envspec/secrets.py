@@ -165,7 +165,7 @@ def parse_reference(text: str, *, variable: str | None = None) -> Reference:
     """
     match = _REFERENCE.match(text)
     if match is None:
-        raise ValueError(f"is no reference; write {REFERENCE_FORMS}")
+        raise ValueError(f"is not a valid reference; write {REFERENCE_FORMS}")
     kind, name, key = match[1], match[2], match[3]
     if kind == "connection" and key is None:
         raise ValueError(f"names a connection without a field; write connection:{name}/password")
@@ -207,7 +207,7 @@ def _assigns_secret(text: str) -> bool:
 def _check_text(node: Node, faults: Faults) -> None:
     if has_secret_shape(node.value):
         node.fault(
-            f"holds what looks like a secret; write a reference: value_from: {REFERENCE_FORMS}", faults
+            f"contains what looks like a secret; write a reference: value_from: {REFERENCE_FORMS}", faults
         )
     elif has_userinfo(node.value):
         fix = "leave user and password out and write credentials: or value_from: connection:ID/password"

@@ -185,7 +185,7 @@ class _Normaliser:
             if item is None:
                 continue
             if name in requests and requests[name].plain() != item.plain():
-                self.fault(item, f"is said twice, also as {requests[name].path}; write one of them")
+                self.fault(item, f"is given twice, also as {requests[name].path}; write one of them")
                 continue
             requests[name] = item
 
@@ -194,7 +194,8 @@ class _Normaliser:
         parts = node.value.split("/") if isinstance(node.value, str) else []
         if not 1 <= len(parts) <= 3 or not all(parts):
             self.fault(
-                node, f"{node.value!r:.60} is no place; write cloud, cloud/region or cloud/region/zone"
+                node,
+                f"{node.value!r:.60} is not a valid place; write cloud, cloud/region or cloud/region/zone",
             )
             return
         for name, part in zip(("cloud", "region", "zone"), parts, strict=False):
@@ -211,14 +212,14 @@ class _Normaliser:
         if node.value is None:
             return
         if not isinstance(node.value, bool):
-            self.fault(node, f"{node.value!r:.60} is no switch; write use_spot: true or false")
+            self.fault(node, f"{node.value!r:.60} is not a boolean; write use_spot: true or false")
             return
         entries["capacity"] = node.with_value("spot" if node.value else "on-demand")
 
     def take_accelerators(self, node: Node, entries: dict[str, Node], requests: dict[str, Node]) -> None:
         """Convert ``A100:8``; a list is ordered, a map or set means any of them."""
         if "gpu" in requests:
-            self.fault(node, f"is said twice, also as {requests['gpu'].path}; write one of them")
+            self.fault(node, f"is given twice, also as {requests['gpu'].path}; write one of them")
             return
         if node.is_map or node.is_list:
             self.several_accelerators(node, entries, requests)
@@ -296,7 +297,7 @@ class _Normaliser:
             text = part.strip()
             name = "count" if _COUNT.match(text) else "memory" if _GPU_SIZE.match(text) else "type"
             if name in body or not text:
-                self.fault(node, f"{node.value!r:.60} is no GPU; write A100:8, A100:80GB:2 or 24GB")
+                self.fault(node, f"{node.value!r:.60} is not a GPU; write A100:8, A100:80GB:2 or 24GB")
                 break
             body[name] = node.with_value(int(text) if name == "count" else text)
         return body

@@ -179,7 +179,7 @@ def _evaluate(text: str, names: Names) -> Any:
         return _run(tree, source, names)
     except TemplateError as err:
         raise _TemplateFaultError(
-            f"is no template: {err.message or err!s:.200}; write {{{{ parameters.x }}}}"
+            f"is not a valid template: {err.message or err!s:.200}; write {{{{ parameters.x }}}}"
         ) from err
     except (TypeError, ValueError, ArithmeticError, RecursionError, SyntaxError) as err:
         if isinstance(err, _TemplateFaultError):

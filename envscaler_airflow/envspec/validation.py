@@ -87,7 +87,7 @@ def from_dict(body: Mapping[str, Any]) -> EnvSpec:
     for error in errors:
         _note(error, tree, faults, is_document=False)
     faults.raise_if_any()
-    raise SpecError("spec: cannot be read; write the spec anew")
+    raise SpecError("spec: cannot be read; rewrite the spec")
 
 
 def _check_plain(value: Any, depth: int) -> None:
@@ -96,7 +96,7 @@ def _check_plain(value: Any, depth: int) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise SpecError(f"spec: key {ascii(key)[:60]} is no text; write a name")
+                raise SpecError(f"spec: key {ascii(key)[:60]} is not a string; write a name")
             _check_plain(item, depth + 1)
     elif depth == 0:
         raise SpecError(f"spec: got {type(value).__name__}; write a map that begins with version: v1")
@@ -160,7 +160,7 @@ def _explain(error: Any, node: Node | None, location: list[Any], *, is_document:
     if kind == "string_type" and isinstance(error["input"], (bool, int, float)):
         raw = node.raw if node is not None and node.raw is not None else str(error["input"])
         raw = "..." if got == _HIDDEN else raw
-        return f'got {got}, which is no text; write it in quotes: "{raw:.60}"'
+        return f'got {got}, which is not a string; write it in quotes: "{raw:.60}"'
     if kind == "literal_error":
         return f"{got} is not known here; write {str(context['expected']).replace(' or ', ', ')}"
     wanted = _wanted(kind, context)

@@ -105,7 +105,7 @@ def _object(given: object, where: str) -> dict[str, Any]:
     try:
         body = json.loads(given) if isinstance(given, str) else given
     except ValueError as err:
-        raise SpecError(f"{where}: is no JSON: {err}") from err
+        raise SpecError(f"{where}: is not valid JSON: {err}") from err
     if not isinstance(body, Mapping):
-        raise SpecError(f'{where}: is no object; write {{"namespace": "training"}}')
+        raise SpecError(f'{where}: is not an object; write {{"namespace": "training"}}')
     return dict(body)

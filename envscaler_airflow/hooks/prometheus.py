@@ -80,7 +80,7 @@ class Prometheus:
         try:
             answer = self._get(query)
         except httpx.InvalidURL as err:
-            raise SpecError(f"{self._shown}: this is no URL of a Prometheus server") from err
+            raise SpecError(f"{self._shown}: this is not the URL of a Prometheus server") from err
         except UnicodeError:  # its own message would show the token
             raise SpecError(f"{self._shown}: host or token has letters that cannot be sent") from None
         except httpx.HTTPError as err:
@@ -101,7 +101,7 @@ class Prometheus:
 
         Raises:
             SpecError, BackendError: As there.
-            BackendError: There is no number now.
+            BackendError: There is not a number now.
         """
         values = self.values(query)
         if not values:
@@ -152,7 +152,7 @@ class Prometheus:
             pairs = [result] if kind == "scalar" else [item["value"] for item in result[:MOST_SERIES]]
             values = [float(value) for _, value in pairs]
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
-            raise BackendError(f"{self._shown}: this is no answer of Prometheus: {err!s:.100}") from err
+            raise BackendError(f"{self._shown}: this is not an answer of Prometheus: {err!s:.100}") from err
         return tuple(value for value in values if math.isfinite(value))
 
 

@@ -80,7 +80,9 @@ class BaseFacts:
             try:
                 found[canonicalize_name(name)] = str(PackageVersion(version))
             except InvalidVersion as err:
-                raise SpecError(f"base.provides: {name}: {version!r:.60} is no version; write 2.1.0") from err
+                raise SpecError(
+                    f"base.provides: {name}: {version!r:.60} is not a version; write 2.1.0"
+                ) from err
         return found
 
     def has_python(self, version: str | None) -> bool:

@@ -55,7 +55,7 @@ class Order:
         name: Name of the image.
         labels: Labels beside those of the Dockerfile.
         args: Build arguments.
-        secrets: Build secret to the file that holds it.
+        secrets: Build secret to the file that contains it.
         cache: Repository that layers are taken from and put into; None for this machine's alone.
     """
 
@@ -165,7 +165,7 @@ def find_builder(name: str | None) -> Builder:
     if name in (None, "buildah") and (program := find_program("buildah")):
         return Buildah(program)
     wanted = name or "docker or buildah"
-    raise SpecError(f"{wanted} is not to be had here; install it (Debian: docker.io, buildah)")
+    raise SpecError(f"{wanted} is not available here; install it (Debian: docker.io, buildah)")
 
 
 class Buildah:
@@ -219,7 +219,7 @@ class Buildah:
         """See :class:`Builder`. Limits hold with an OCI isolation only; chroot has none.
 
         Raises:
-            SpecError: GPUs are asked for, or a path that buildah would take apart.
+            SpecError: The container requests GPUs, or buildah would split a path.
         """
         if container.gpus:
             raise SpecError("buildah hands no GPU to a container; use docker, or ask for none under targets")
@@ -356,9 +356,9 @@ class Docker:
 
 
 def _docker_options(container: Container, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Words of ``docker run``, and the variables that only its own environment can hand on.
+    """Return options of ``docker run``, and the variables that only its own environment can pass on.
 
-    The others go by a file in *folder*, since PATH and DOCKER_HOST of a stage are not docker's own.
+    A file in *folder* passes the others, since PATH and DOCKER_HOST of a stage are not docker's own.
     """
     told = {
         name: value

@@ -120,16 +120,18 @@ def lacks(need: Resources, machine: Here) -> list[str]:
     found = []
     asked = need.requests
     if asked.cpu_cores is not None and asked.cpu_cores > machine.cpus:
-        found.append(f"cpu: {asked.cpu} asked for, {machine.cpus} here; ask for less under targets.local")
+        found.append(
+            f"cpu: {asked.cpu} requested, {machine.cpus} available here; request less under targets.local"
+        )
     if asked.memory_bytes is not None and asked.memory_bytes > machine.memory_bytes:
         has = f"{machine.memory_bytes / GIB:.1f}Gi"
         found.append(
-            f"memory: {asked.memory} asked for, {has} to be had here; ask for less under targets.local"
+            f"memory: {asked.memory} requested, {has} available here; request less under targets.local"
         )
     if need.disk_bytes is not None and need.disk_bytes > machine.disk_bytes:
         has = f"{machine.disk_bytes / GIB:.1f}Gi"
         found.append(
-            f"disk: {need.disk_size} asked for, {has} free below /var/tmp; free some, or ask for less"
+            f"disk: {need.disk_size} requested, {has} free below /var/tmp; free some, or request less"
         )
     if asked.gpu is not None and not need.cpu_fallback:
         found += _lacks_gpus(asked.gpu, machine)
@@ -149,7 +151,7 @@ def _lacks_gpus(gpu: Gpu, machine: Here) -> list[str]:
     memory = f" with {gpu.memory}" if gpu.memory is not None else ""
     has = ", ".join(item.name for item in machine.gpus) or "none"
     fix = "use another machine, or write resources: {cpu_fallback: true} to run on CPUs"
-    return [f"gpu: {gpu.count} x {wanted}{memory} asked for, here: {has}; {fix}"]
+    return [f"gpu: {gpu.count} x {wanted}{memory} requested, available here: {has}; {fix}"]
 
 
 def _chain(spec: EnvSpec, requirements: Requirements, machine: Here) -> list[str]:

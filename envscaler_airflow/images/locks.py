@@ -186,7 +186,7 @@ def _failure(done: Output, held: Mapping[str, str], spec: EnvSpec) -> SpecError 
             )
         return SpecError(f"runtimes: packages cannot be resolved:\n{text}")
     of_base = [f"{name}=={version}" for name, version in held.items() if name in canonicalize_name(text)]
-    note = f"\n({', '.join(of_base)} is what the base {facts(spec.base).image} holds)" if of_base else ""
+    note = f"\n({', '.join(of_base)} is what the base {facts(spec.base).image} contains)" if of_base else ""
     return SpecError(f"runtimes: the packages cannot be installed together:\n{text}{note}")
 
 
@@ -282,7 +282,7 @@ class Lock(Record):
             return cls.from_dict(body)
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             fault = str(err) if isinstance(err, ValueError) else repr(err)
-            raise ProtocolError(f"{where} is no lock of an environment: {fault}") from err
+            raise ProtocolError(f"{where} is not the lock of an environment: {fault}") from err
 
 
 def read_lock(text: str, run: Run | None = None) -> Lock:
@@ -332,9 +332,7 @@ def apply_lock(spec: EnvSpec, requirements: Requirements, lock: Lock) -> tuple[E
             f"--locked: Python is {python_version(spec)} in the spec and {lock.python} in the lock"
         )
     if not requirements.is_empty and lock.requirements is None:
-        raise SpecError(
-            "--locked: the lock holds no Python packages, which were not resolved when it was made"
-        )
+        raise SpecError("--locked: the lock has no Python packages, which were not resolved when it was made")
     known = lock.system_packages
     names = [text.partition("=")[0] for text in spec.system_packages]
     absent = [name for name in names if known is not None and name not in known]

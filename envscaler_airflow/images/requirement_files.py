@@ -345,7 +345,8 @@ def check_packages(runtime: Runtime) -> list[str]:
         except InvalidRequirement as err:
             reason = str(err).splitlines()[0]
             faults.append(
-                f"runtimes: packages[{index}]: {text!r:.80} is no requirement ({reason}); write torch==2.1.0"
+                f"runtimes: packages[{index}]: {text!r:.80} is not a valid requirement ({reason}); "
+                "write torch==2.1.0"
             )
     if faults:
         raise SpecError("\n".join(faults), faults=faults)
@@ -401,7 +402,7 @@ def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:
         where = f"{name}:{number}"
         if has_userinfo(line) or has_secret_shape(line):
             raise SpecError(
-                f"{where}: holds a user or password; leave it out and write credentials: env:NAME "
+                f"{where}: contains a user or password; leave it out and write credentials: env:NAME "
                 "in the runtime"
             )
         if built := _OF_CONDA.match(line):

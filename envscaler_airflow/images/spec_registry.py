@@ -56,7 +56,7 @@ class Version:
         """
         match = _VERSION.match(text)
         if match is None:
-            raise SpecError(f"version {text!r:.60} is no semantic version; write 1.2.0 or 1.2.0-rc.1")
+            raise SpecError(f"version {text!r:.60} is not a semantic version; write 1.2.0 or 1.2.0-rc.1")
         pre = tuple(match[4].split(".")) if match[4] else ()
         return cls(int(match[1]), int(match[2]), int(match[3]), pre)
 
@@ -201,7 +201,7 @@ class Entry:
                 str(body["by"]), None if at is None else float(at), str(body["writer"]),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, SpecError) as err:
-            raise ProtocolError(f"{where} is no entry of a registry: {err!r}") from err
+            raise ProtocolError(f"{where} is not an entry of a registry: {err!r}") from err
         if hashlib.sha256(entry.text.encode()).hexdigest() != entry.sha256:
             raise ProtocolError(f"{where}: its text is not what its sha256 says; pull it again")
         return entry
@@ -215,7 +215,7 @@ def split_reference(reference: str) -> tuple[str, str | None]:
     """
     match = _REFERENCE.match(reference)
     if match is None or not _NAME.match(match["name"]) or ".." in match["name"]:
-        raise SpecError(f"{reference!r:.100} is no registry reference; write registry://team/name@1.2")
+        raise SpecError(f"{reference!r:.100} is not a registry reference; write registry://team/name@1.2")
     return match["name"], match["wanted"]
 
 
@@ -277,7 +277,7 @@ class SpecRegistry:
         there = self._read(path)
         if there is None:
             uri = self.store.uri(path)
-            raise StoreError(f"{uri}: cannot be told whether it was published; try again{why}")
+            raise StoreError(f"{uri}: it is unknown whether it was published; try again{why}")
         if there.sha256 != entry.sha256:
             following = replace(entry.version, patch=entry.version.patch + 1, pre=())
             raise SpecError(

@@ -251,7 +251,7 @@ def _env_list(launch: Launch) -> str:
 
 def _notes(spec: EnvSpec) -> list[str]:
     notes = [
-        f"{item.name} is taken from {item.value_from}: whoever starts the machine puts it into {SECRETS}"
+        f"{item.name} is taken from {item.value_from}: put it into {SECRETS}"
         for item in spec.env
         if item.value_from is not None
     ]

@@ -329,7 +329,7 @@ def _resolver(operator: EnvStageOperator) -> Callable[[str], str]:
 def _refuse_masked(body: Mapping[str, Any]) -> None:
     """Raise SpecError if a value contains text that Airflow's secrets masker would redact."""
     faults = [
-        f"{path}: holds a secret; write an env entry with value_from: {REFERENCE_FORMS}"
+        f"{path}: contains a secret; write an env entry with value_from: {REFERENCE_FORMS}"
         for path, text in _texts(body, "")
         if redact(text) != text
     ]
@@ -381,7 +381,7 @@ def _uri(name: str, value: object) -> str:
     if not isinstance(value, str) or not value or value.strip().lower() in _NOTHING:
         raise SpecError(
             f"inputs[{name!r}]: got {value!r:.80}, expected the URI of an output: use other.output[NAME], "
-            "where NAME stands under outputs in that stage's spec"
+            "where NAME is a key of outputs in that stage's spec"
         )
     return value
 

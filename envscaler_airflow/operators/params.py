@@ -43,7 +43,7 @@ def spec_params(path: str, *, restart: bool = False) -> dict[str, Param]:
             "resume",
             type="string",
             enum=list(RESTARTS),
-            description="fresh: begin anew instead of going on from the last good checkpoint",
+            description="fresh: start from the beginning instead of the last good checkpoint",
         )
     return params
 

@@ -94,11 +94,11 @@ def _judge(
         return Verdict(None, f"the request cannot be read: {asked.fault or 'it has no target'}")
     target, asked_from = asked.target, asked.from_attempt
     if asked_from and asked_from != (live.generation, live.number):
-        return Verdict(None, f"it was asked of attempt {asked_from[-1]}; now attempt {live.number} runs")
+        return Verdict(None, f"the request was for attempt {asked_from[-1]}; now attempt {live.number} runs")
     try:
         offers = backend.offers()
     except (BackendError, NoOfferError) as err:
-        return Verdict(None, f"what can be had is not known now: {err}")
+        return Verdict(None, f"the available offers are unknown now: {err}")
     refusal = choose.fits(spec, target, offers)
     if refusal is not None:
         return Verdict(None, refusal)

@@ -466,7 +466,7 @@ def _epochs_since(mine: _Attempt, head: Status | None) -> int | None:
 
 def _pending(state: RunState, live: AttemptState) -> str | None:
     if live.phase == "stopping":
-        return f"attempt {live.number} was asked to go ({live.stop_why})"
+        return f"attempt {live.number} was asked to stop ({live.stop_why})"
     if live.change is not None:
         return f"attempt {live.number} is being changed to {live.change.target.name}"
     for request in state.pending:

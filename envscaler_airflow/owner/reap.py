@@ -123,7 +123,7 @@ def _state(run: Run) -> RunState | None:
         return state
     deployment = run.prefix.partition("/")[0]
     if not run.store.children(deployment):  # not mounted here, or another store behind the same URL
-        raise ProtocolError(f"store {run.store.url} holds nothing of the deployment {deployment}")
+        raise ProtocolError(f"store {run.store.url} has nothing of the deployment {deployment}")
     return None
 
 

@@ -215,7 +215,7 @@ class AttemptWatcher:
         nodes = observed.nodes
         reasons = {
             "the attempt ended": observed.is_over,
-            "none to be had": any(
+            "no capacity": any(
                 node.state in ("pending", "starting") and outcome_of(node.reason).never_starts
                 for node in nodes
             ),

@@ -461,7 +461,7 @@ def _data_notes(candidates: Sequence[Candidate], work: Work, *, is_timed: bool) 
         usds = [item.usd_to(*_place(found), work.tariffs) for found in candidates]
         if None in usds and item.gib is None:
             notes.append(
-                f"how much {item.name} holds is unknown, and copying it counted as nothing: tell its size"
+                f"the size of {item.name} is unknown, and copying it counted as nothing: write its size"
             )
         elif None in usds:
             left = item.cloud or item.place  # the user's own cluster is in no cloud

@@ -110,7 +110,7 @@ def _rejected(need: Requirements, table: OfferTable, number: int, is_in: Sequenc
         offer = table.offer(number, row, capacity)
         found = misfits(need, offer)
         if not found and not node_counts(need, offer.gpus):
-            text = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
+            text = f"no number of nodes makes up complete model-parallel groups of {need.model_parallel} GPUs"
             found = (Misfit("model_parallel", text),)
         if not found:
             return None

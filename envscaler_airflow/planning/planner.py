@@ -295,7 +295,7 @@ def data_misfits(data: Sequence[DataPlace], offer: Offer) -> tuple[Misfit, ...]:
 
 
 def _no_count(need: Requirements) -> Misfit:
-    text = f"no number of nodes holds whole model-parallel groups of {need.model_parallel} GPUs"
+    text = f"no number of nodes makes up complete model-parallel groups of {need.model_parallel} GPUs"
     return Misfit("model_parallel", text)
 
 

@@ -184,7 +184,7 @@ VENDORS = ("nvidia", "amd", "intel")
 def _kind_misfit(vendor: str | None, name: str) -> Misfit | None:
     """Why *name* does not meet a request for whole GPUs of any type; None: it does."""
     if name in OTHER_CHIPS:
-        return Misfit("gpu.type", f"{name} is no GPU; it must be asked for by name")
+        return Misfit("gpu.type", f"{name} is not a GPU; request it by name")
     if is_share(name):
         return Misfit("gpu.type", f"{name} is a part of a GPU; write gpu.type: {name} to use it")
     made_by = vendor_of(name)

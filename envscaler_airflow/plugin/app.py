@@ -79,7 +79,7 @@ def _find(dag_id: str, run_id: str, task_id: str, map_index: int) -> tuple[RunFa
     """Return the run of a task instance and its store's time, or a text that says where none was found."""
     place = _place(dag_id, run_id, task_id, map_index)
     store = place.open()
-    where = f"Neither events nor checkpoints of it lie in {store.url}. Only stages (EnvStageOperator) train."
+    where = f"{store.url} has neither events nor checkpoints of it. Only stages (EnvStageOperator) train."
     deployment = _deployment(store)
     if deployment is None:
         return where
@@ -106,7 +106,7 @@ def _place(dag_id: str, run_id: str, task_id: str, map_index: int) -> StorePlace
     url, conn_id = (_text(rendered.get(name)) for name in ("store_url", "store_conn_id"))
     scheme, mark, _ = (url or "").partition("://")
     if mark and scheme not in _SCHEMES:
-        raise SpecError(f"the task's store_url begins with {scheme!r:.40}, which is no kind of run store")
+        raise SpecError(f"the task's store_url begins with {scheme!r:.40}, which is not a kind of run store")
     try:
         return store_place(url, conn_id)
     except AirflowNotFoundException as err:

@@ -173,7 +173,7 @@ def _node(status: Status) -> tuple[str, str]:
 
 
 _ANSWERS: Mapping[type[Answer], str] = {
-    bodies.MoveRequested: "asked for a move",
+    bodies.MoveRequested: "move requested",
     bodies.MoveAccepted: "move accepted",
     bodies.MoveRefused: "move refused",
     bodies.MoveDeferred: "move put off to the next start",

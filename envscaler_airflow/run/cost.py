@@ -405,7 +405,7 @@ def _notes(lines: Sequence[Line], static: StaticPlan | None) -> list[str]:
                 "the provider has no times of it any more"
             )
         elif line.node_hours is None:
-            notes.append(f"{line.use.name}: the provider did not say how long it was held")
+            notes.append(f"{line.use.name}: the provider did not report how long it was allocated")
         elif line.usd is None:
             notes.append(f"{line.use.name}: the price of {_unpriced(line.use.allocation)} is unknown")
         if line.node_hours == 0:

@@ -221,7 +221,7 @@ class MoveRequested(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Record):
-    """Somebody asks for a stop of the run; *why*: ``timeout`` if the task's time is over."""
+    """A user or the trigger requests a stop of the run; *why*: ``timeout`` if the task's time is over."""
 
     type: Literal["stop-requested"] = "stop-requested"
     reason: str = ""
@@ -300,7 +300,7 @@ class Changed(OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeUndone(OfAttempt):
-    """It stays as it was."""
+    """The change in place failed; the attempt keeps its allocation."""
 
     type: Literal["change-undone"] = "change-undone"
     kind: str = ""

@@ -197,7 +197,7 @@ def _attempt_words(  # noqa: C901 - one case for each event
             step = "" if body.step is None else f" at step {body.step}"
             return f"{name} has {_name(body.target)}{step}, without a restart"
         case bodies.ChangeUndone():
-            return f"{name} stays as it was: {body.reason}"
+            return f"{name} is unchanged: {body.reason}"
 
 
 def _end_words(body: bodies.AttemptEnded, state: RunState) -> str:

@@ -268,7 +268,7 @@ def _node_end(node: NodeStatus, silent_s: float) -> tuple[str, str] | None:
     if node.state == "unknown" and said is not None and node.status and node.status.phase == "ended":
         return (said.reason, said.detail)
     if node.state == "unknown" and silent_s >= LOST_AFTER_S:
-        return ("lost", f"neither the backend nor the node was heard for {silent_s:.0f} s")
+        return ("lost", f"neither the backend nor the node reported for {silent_s:.0f} s")
     return None
 
 
@@ -283,7 +283,7 @@ def _told_end(node: NodeStatus, said: Ended | None) -> tuple[str, str]:
     if said is not None and (row.node_decides or not node.reason):
         return (said.reason, said.detail or node.detail)
     if said is None and row.recovery == "none":
-        return ("lost", "the command ended well, but nobody said that its results are stored")
+        return ("lost", "the command ended well, but no process reported that its results are stored")
     return (row.name if row.severity else "failed", node.detail or (said.detail if said else ""))
 
 

@@ -114,7 +114,7 @@ def _cautious(state: RunState, action: Action) -> Action:
         )
     may_run = state.live is not None and state.live.handle is not None
     if action.kind in ("stop", "kill", "change") and may_run:
-        return Action("wait", reason=f"{words}; it is only watched, and asked for nothing: {action.reason}")
+        return Action("wait", reason=f"{words}; it is only watched, and no request is sent: {action.reason}")
     is_new = action.kind in ("start", "carry-out", "discard", "stop") or (
         action.kind in ("fail", "halt") and state.status == "active"
     )
@@ -158,7 +158,7 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
         return Action(kind, why="capacity", reason=_why_missing(node))
     lost = _lost_node(facts)
     if lost is not None:
-        return Action("kill", reason=f"node {lost} is lost, and nobody makes it again")
+        return Action("kill", reason=f"node {lost} is lost, and nothing recreates it")
     return _asked_of(state, live, facts) or Action("wait", reason=_sight(facts))
 
 

@@ -115,7 +115,7 @@ def validate(
         return decide(fresh, settled, policies=policies)
     view = outlook(fresh, settled)
     moving = view.moving(target, speed=view.slowest(target))
-    want = Want(target, "asked for by a person", view.staying, moving)
+    want = Want(target, "requested by a person", view.staying, moving)
     asked = ScalingPolicy(policy.name, lambda _seen, _policy: Proposal((want,)))
     return decide(fresh, unbound(settled), policies={policy.name: asked})
 

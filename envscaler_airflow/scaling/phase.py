@@ -64,7 +64,7 @@ def phase(observation: Observation, policy: Policy) -> Proposal:
     if need is None:
         known = ", ".join(sorted(needs))
         return Proposal(
-            reason=f"phase {now.name or 'unknown'} ({now.source}) is none of {known}", numbers=numbers
+            reason=f"phase {now.name or 'unknown'} ({now.source}) is not one of {known}", numbers=numbers
         )
     if _meets(need, observation.current):
         return Proposal(reason=f"{observation.current.name} is what {need.phase} needs", numbers=numbers)
@@ -122,7 +122,7 @@ def _propose(view: Outlook, need: PhaseNeed, why: str, numbers: dict[str, Any]) 
     lasts_s = seen.phase_lasts_s.get(need.phase)
     passed = None if lasts_s is None else _too_short(view, target, need, lasts_s)
     if passed is not None:
-        return Proposal(reason=f"{why} is passed over: {passed}", numbers={**numbers, "lasts_s": lasts_s})
+        return Proposal(reason=f"{why} is skipped: {passed}", numbers={**numbers, "lasts_s": lasts_s})
     moving = view.moving(target, speed=view.slowest(target))
     want = Want(target, f"{why} needs {target.nodes} nodes of {target.offer.name}", view.staying, moving)
     return Proposal((want,), numbers={**numbers, "lasts_s": lasts_s})

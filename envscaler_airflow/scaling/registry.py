@@ -85,7 +85,7 @@ def checked(said: object, told: str, observation: Observation) -> Proposal:
         return Proposal(reason=f"{told} answered with {type(said).__name__}, not with a Proposal")
     wants = tuple(said.wants)[:MAX_WANTS]
     if not all(isinstance(want, Want) for want in wants):
-        return Proposal(reason=f"{told} wants what is no Want")
+        return Proposal(reason=f"{told} proposed something that is not a Want")
     try:
         wants = tuple(_told_again(want) for want in wants)
     except (AttributeError, TypeError, ValueError) as err:
@@ -93,7 +93,7 @@ def checked(said: object, told: str, observation: Observation) -> Proposal:
     known = {offer for place in (observation.current, *observation.candidates) for offer in _offers(place)}
     mine = tuple(want for want in wants if known.issuperset(_offers(want.target)))
     if wants and not mine:
-        return Proposal(reason=f"{told} wants {wants[0].target.name}, which is no candidate of this stage")
+        return Proposal(reason=f"{told} wants {wants[0].target.name}, which is not a candidate of this stage")
     try:
         numbers = json.loads(json.dumps(dict(said.numbers), allow_nan=False))
         size = len(json.dumps(numbers))

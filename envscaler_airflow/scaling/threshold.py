@@ -182,7 +182,7 @@ def _long(rule: ThresholdRule) -> str:
 
 def _read_target(rule: ThresholdRule, target: float, rounds: Rounds, nodes: int, tolerance: float) -> Reading:
     """HPA: ``ceil(nodes * value / target)``; of the last checks, the result nearest to *nodes* counts."""
-    now = f"{rule.metric} is {rounds[-1][1]:.4g}, {target:g} is asked for"
+    now = f"{rule.metric} is {rounds[-1][1]:.4g}, the target is {target:g}"
     asked = [
         nodes if abs(value / target - 1) <= tolerance else max(1, math.ceil(nodes * value / target))
         for _, value in rounds[-rule.samples :]

@@ -241,7 +241,7 @@ class ScalingSensor(BaseSensorOperator):
                 from_attempt=(generation, attempt),
                 because={name: event[name] for name in ("reason", "numbers", "check")},
             )
-            self.log.info("asked for a move (event %d): %s", request.number, event["reason"])
+            self.log.info("requested a move (event %d): %s", request.number, event["reason"])
 
     def _defer(self, context: Context, until: float | None = None) -> NoReturn:
         from envscaler_airflow.operators.arguments import pause_s  # noqa: PLC0415  (DAG files do without)

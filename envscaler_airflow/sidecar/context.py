@@ -132,7 +132,7 @@ class SidecarContext:
             WorkInterruptedError: The sidecar must end.
         """
         if self.ending.is_set():
-            raise WorkInterruptedError("the sidecar was asked to end")
+            raise WorkInterruptedError("the sidecar was asked to stop")
 
     def wanted(self) -> None:
         """Check, between two files of the set-up, whether to continue.

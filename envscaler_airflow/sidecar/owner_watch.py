@@ -128,7 +128,7 @@ class OwnerWatch:
         try:
             look()
         except (StoreError, ProtocolError, OSError) as err:
-            self._context.messages.say("owner", f"the owner is not heard: {err}")
+            self._context.messages.say("owner", f"the owner's requests cannot be read: {err}")
         else:
             self._context.messages.say("owner", None)
 
@@ -206,7 +206,7 @@ class OwnerWatch:
         if asked.action == "leave" and waited >= asked.align_timeout_s + asked.grace_s:
             self._ask(_stop(asked, asked.reason))
         elif asked.action == "stop" and waited >= 2 * asked.grace_s:
-            raise UnheededError(f"told to stop {waited:.0f} s ago and still here: {asked.reason}")
+            raise UnheededError(f"asked to stop {waited:.0f} s ago and still here: {asked.reason}")
 
 
 def _stop(asked: Control, reason: str) -> Control:

@@ -220,7 +220,7 @@ def _fetch_all(context: SidecarContext, mount: Mount, path: Path) -> None:
     store = open_store(parent, context.layout.store_options)
     size = context.patiently(lambda: store.size(name), what=mount.name)
     if size is None:
-        raise SpecError(f"volume {mount.name}: nothing lies at {mount.source}")
+        raise SpecError(f"volume {mount.name}: nothing exists at {mount.source}")
     if mount.index is not None:
         _get(context, mount, store, {name: size}, path)
         return

@@ -188,7 +188,7 @@ def read_traces(path: Path) -> Traces:
     rows = _rows(path, ("tick",))
     zones = [name for name in rows[0] if name != "tick"]
     if ON_DEMAND in zones:
-        raise SpecError(f"{path}: a column is called {ON_DEMAND}, which is no zone")
+        raise SpecError(f"{path}: a column is called {ON_DEMAND}, which is not a zone")
     if not zones:
         raise SpecError(f"{path}: has no column of a zone beside tick")
     try:

@@ -101,7 +101,7 @@ def pack_workdir(
             or contains a link that leads outside.
     """
     if not folder.is_dir():
-        raise SpecError(f"workdir: {folder} is no folder")
+        raise SpecError(f"workdir: {folder} is not a folder")
     root, left_out = folder.resolve(), None if store is None else store.resolve()
     if root == left_out:
         raise SpecError(

@@ -276,7 +276,7 @@ def check_store(store: Store, prefix: str = "") -> None:
 
 def _probe(store: Store, name: str) -> str | None:
     if not store.create(name, b"1"):
-        return "a new name was said to exist"
+        return "the store reported that a new name exists"
     try:
         if store.create(name, b"2"):
             return "one name was created twice (If-None-Match ignored?), so two owners could both win"
@@ -308,7 +308,9 @@ def deployment_of(store: Store, configured: str | None) -> str:
     try:
         return str(uuid.UUID(read_object(text, where=store.uri(DEPLOYMENT))["deployment"]))
     except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ProtocolError(f"{store.uri(DEPLOYMENT)} holds no deployment's uuid: {err!r}") from err
+        raise ProtocolError(
+            f"{store.uri(DEPLOYMENT)} does not contain the uuid of a deployment: {err!r}"
+        ) from err
 
 
 def folder_of(store: Store) -> Path | None:

@@ -49,7 +49,7 @@ def checkpoint_prefix(name: str) -> str:
         CheckpointError: *name* is not a checkpoint name.
     """
     if parse_checkpoint_name(name) is None:
-        raise CheckpointError(f"{name!r:.200} is no checkpoint name")
+        raise CheckpointError(f"{name!r:.200} is not a checkpoint name")
     return f"{FOLDER}/{name}"
 
 

@@ -168,7 +168,7 @@ class EventLog:
                 return stored == text
             if failure is not None:
                 raise failure
-        raise StoreError(f"{self._run.uri(name)} is said to exist and is absent", transient=True)
+        raise StoreError(f"{self._run.uri(name)} was reported to exist and is absent", transient=True)
 
     def _read_back(self, name: str, failure: StoreError | None) -> bytes | None:
         try:
@@ -260,7 +260,7 @@ def unpack_snapshot(text: bytes, *, number: int, event: bytes) -> RunState:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ProtocolError(f"snapshot {number}: {err!r}") from err
     if state.number != number:
-        raise ProtocolError(f"snapshot {number}: holds the state after event {state.number}")
+        raise ProtocolError(f"snapshot {number}: contains the state after event {state.number}")
     return state
 
 

@@ -305,7 +305,7 @@ def _refuse_link(part: str, folder: int) -> None:
     """
     with suppress(FileNotFoundError):
         if stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise ProtocolError(f"{part!r} is a symbolic link: the run store holds none; remove it")
+            raise ProtocolError(f"{part!r} is a symbolic link: the run store must not contain one; remove it")
 
 
 def _date_in(folder: int) -> float:

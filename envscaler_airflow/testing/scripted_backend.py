@@ -270,7 +270,7 @@ class ScriptedBackend:
         taken = sum(self._lives[handle.name].vcpus for handle in self.live)
         if self._vcpus is not None:
             if asked > self._vcpus:
-                raise NoOfferError(f"{offer.name}: {asked:g} CPUs asked of {self._vcpus:g}")
+                raise NoOfferError(f"{offer.name}: {asked:g} CPUs requested of {self._vcpus:g}")
             if taken + asked > self._vcpus:
                 raise CapacityError(f"{offer.name}: {self._vcpus - taken:g} CPUs are free")
         handle = Handle(self.name, name, {"uid": next(self._uids)})

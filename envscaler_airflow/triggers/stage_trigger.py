@@ -151,7 +151,7 @@ class StageTrigger(BaseTrigger):
             reason = str(err) or type(err).__name__
             self.log.warning("kill: %s; the lease will end the attempt", reason)
             return
-        why = "asked to go" if acted else "not ours any more" if is_over else f"the task is {state}"
+        why = "asked to stop" if acted else "not ours any more" if is_over else f"the task is {state}"
         self.log.info("kill: %s", why)
 
     def _task_state(self) -> str | None:

@@ -39,6 +39,6 @@ def test_a_secret_in_a_parameter_is_refused_and_not_repeated(begin: Callable, ca
 
     shown = "\n".join(run.airflow.logs(run.dag_id, run.run_id, "train"))
     assert state == "failed"
-    assert "parameters.note: holds a secret" in shown
+    assert "parameters.note: contains a secret" in shown
     assert run.steps() == []
     assert list(holding(run.airflow.home, canaries)) == []

@@ -580,5 +580,5 @@ def test_a_start_of_another_major_version_names_both(node):
 
     ended = node.status().ended
     assert (code, out, ended.reason) == (EXIT_SETUP_FAILED, "", "setup-failed")
-    assert "start.json: schema '2.0', this side speaks 1.0 (envscaler " in err
-    assert "start.json: schema '2.0', this side speaks 1.0 (envscaler " in ended.detail
+    assert "start.json: schema '2.0', this side uses 1.0 (envscaler " in err
+    assert "start.json: schema '2.0', this side uses 1.0 (envscaler " in ended.detail

@@ -79,7 +79,7 @@ def test_a_dag_cannot_send_the_api_server_anywhere(rendered, configured, url):
     """Folders and buckets are stores."""
     rendered["store_url"] = url
 
-    with pytest.raises(SpecError, match="no kind of run store"):
+    with pytest.raises(SpecError, match="not a kind of run store"):
         app._place("dag", "run", "train", -1)
     assert ask().status_code == HTTPStatus.SERVICE_UNAVAILABLE
 

@@ -89,7 +89,7 @@ def run(image, *command):
 
 
 def test_sidecar_and_supervisor_start_in_it(image):
-    """As nobody in particular."""
+    """As a user that the image does not know."""
     modules = ("envscaler_airflow.sidecar", "envscaler_airflow.backends.kubernetes.pod_sidecar")
 
     for module in modules:

@@ -6,7 +6,7 @@ into images with the agent, run on Python 3.8 and import nothing of this project
 """
 
 ONE_TRAINING = (
-    "a SessionCallback carries one training: steps of a second one could not be told from the first's; "
-    "make it a stage of its own"
+    "a SessionCallback carries one training: steps of a second one could not be distinguished "
+    "from the first's; make it a stage of its own"
 )
 """Why a callback refuses a second training."""

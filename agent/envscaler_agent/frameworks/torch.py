@@ -123,7 +123,7 @@ class ResumableLoader(DataLoader):
         micro = micro or max(1, batch // self.world_size)
         if batch % (micro * self.world_size):
             raise ValueError(
-                f"global_batch: {batch} is no multiple of {micro} samples x {self.world_size} ranks"
+                f"global_batch: {batch} is not a multiple of {micro} samples x {self.world_size} ranks"
             )
         if batch > len(dataset):
             raise ValueError(f"global_batch: {batch} is more than the dataset's {len(dataset)} samples")
@@ -208,7 +208,7 @@ class ResumableLoader(DataLoader):
         if state["global_batch"] != self.global_batch and self.position % self.global_batch:
             raise CheckpointError(
                 f"sample {self.position} of the epoch was reached with global batches of "
-                f"{state['global_batch']}; it is no multiple of {self.global_batch}"
+                f"{state['global_batch']}; it is not a multiple of {self.global_batch}"
             )
         self._handed_out = 0
 
@@ -265,7 +265,9 @@ class TrainingState:
         allow_numpy()
         found = torch.load(folder / _PARTS, map_location="cpu", weights_only=True)
         if set(found) != set(self._parts):
-            raise CheckpointError(f"{folder}: holds {sorted(found)}, this training is {sorted(self._parts)}")
+            raise CheckpointError(
+                f"{folder}: contains {sorted(found)}, this training is {sorted(self._parts)}"
+            )
         for name, part in self._parts.items():
             part.load_state_dict(found[name])
         load_random_state(folder, self._rank)
@@ -364,7 +366,7 @@ def _check_readable(path: Path) -> None:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as err:
         raise CheckpointError(
-            f"a state_dict holds {', '.join(found)}, which a restore would refuse: "
+            f"a state_dict contains {', '.join(found)}, which a restore would refuse: "
             "keep numbers, texts, lists, dicts and tensors in it"
         ) from err
 

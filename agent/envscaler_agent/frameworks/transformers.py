@@ -75,7 +75,7 @@ class SessionCallback(TrainerCallback):
         if self._has_begun:
             raise RuntimeError(
                 "a SessionCallback carries one training: steps of a second one, or of auto_find_batch_size's "
-                "next try, could not be told from the first's; make it a stage of its own"
+                "next try, could not be distinguished from the first's; make it a stage of its own"
             )
         if state.global_step != self.session.steps:
             raise RuntimeError(

@@ -170,7 +170,7 @@ class KubernetesBackend:
             if err.status != 403 or err.transient:
                 raise
             raise NoOfferError(
-                f"{err}; grant it, or list what can be had as cluster_prices in the configuration"
+                f"{err}; grant it, or list what is available as cluster_prices in the configuration"
             ) from err
         return derived_offers(nodes, self.settings)
 
@@ -242,7 +242,7 @@ class KubernetesBackend:
             BackendError: The API server refused, or the attempt was released.
         """
         if request.allocation.offer.cloud != "kubernetes":
-            raise BackendError(f"{request.allocation.offer.name}: is no offer of a cluster")
+            raise BackendError(f"{request.allocation.offer.name}: is not an offer of a cluster")
         jobs = self._make(request, self._parts_of(request))
         handle = handle_of(jobs)
         self._settle(handle)

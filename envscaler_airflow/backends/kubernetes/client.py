@@ -290,7 +290,9 @@ class Cluster:
             except self._transport_errors() as err:
                 raise BackendError(f"{method} {path}: the answer broke off: {err}", transient=True) from err
             except ValueError as err:
-                raise BackendError(f"{method} {path}: the answer is no JSON: {err}", transient=True) from err
+                raise BackendError(
+                    f"{method} {path}: the answer is not valid JSON: {err}", transient=True
+                ) from err
             return Answer(found, _date(response.headers.get("Date")))
 
     def _granted(self, call: _Call) -> Any:

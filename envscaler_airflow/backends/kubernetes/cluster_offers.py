@@ -273,7 +273,7 @@ def shortfall(pod: Json, part: AllocationPart, nodes: Iterable[Json], settings: 
     what = f"{need.gpus} GPUs, " if need.gpus else ""
     return (
         f"cpu: {part.nodes} pods of {what}{need.vcpus:g} CPUs and {need.memory_gib:g} GiB asked; "
-        f"the cluster has room for {pods}"
+        f"the cluster has capacity for {pods}"
     )
 
 

@@ -355,7 +355,7 @@ def _node(seen: Seen, job: Json, node: int, pod: Json | None) -> NodeStatus:
             ended = _SUCCEEDED
         is_replaced = end is None and condition(pod, "DisruptionTarget") is not None and phase == "Failed"
         if is_replaced and not condition(job, "FailureTarget"):
-            return NodeStatus(node, "pending", detail=f"is made again after {ended.detail}")
+            return NodeStatus(node, "pending", detail=f"is recreated after {ended.detail}")
         return _told(job, node, ended)
     if end is not None:
         return _told(job, node, _by_job(job, node, end))

@@ -137,7 +137,7 @@ def _has_what_it_asks_for(pod: Json) -> bool:
     )
 
 
-_NOTE = "its node does not answer, and it is overdue; given up by envscaler"
+_NOTE = "its node does not answer, and it is overdue; abandoned by envscaler"
 
 
 def free_lost(cluster: Cluster, seen: Seen, *, first: int, quiet_s: Mapping[int, float]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Copy the agent into the folder that it shares with the training: ``python -m ....install /envscaler``.
 
-Runs in the init container of the sidecar image, so that any image with python3 (3.8 or newer) works as it
-is: the wrapper, ``Session`` and the launcher lie below ``FOLDER/agent``.
+Runs in the init container of the sidecar image, so that any image with python3 (3.8 or newer) works
+unchanged: the wrapper, ``Session`` and the launcher are below ``FOLDER/agent``.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ def _render_part(part: _Attempt) -> dict[str, Any]:
     layout = json.dumps(found, sort_keys=True)
     if len(layout.encode()) > MAX_CONFIG_BYTES:
         raise SpecError(
-            f"{request.run_label}: command and volumes take {len(layout.encode())} bytes, a ConfigMap holds "
-            f"{MAX_CONFIG_BYTES}; put the long part into a file of the workdir"
+            f"{request.run_label}: command and volumes take {len(layout.encode())} bytes, "
+            f"a ConfigMap can have at most {MAX_CONFIG_BYTES}; put the long part into a file of the workdir"
         )
     metadata = {"name": name, "namespace": settings.namespace, "labels": names.labels_of(request)}
     return {

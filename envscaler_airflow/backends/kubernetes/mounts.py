@@ -257,7 +257,7 @@ def _shared(found: Mounts, what: str, path: str) -> None:
         found.share(parent)
     elif PurePosixPath(path).suffix and what.startswith("outputs."):
         raise SpecError(
-            f"{what}: {path} lies in a folder of the image; write a folder of its own, such as /output/..."
+            f"{what}: {path} is in a folder of the image; write a folder of its own, such as /output/..."
         )
     else:
         found.share(path)

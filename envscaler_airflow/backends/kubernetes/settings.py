@@ -152,7 +152,9 @@ class Settings(BaseModel):
         from envscaler_airflow.backends.kubernetes.names import dns_label  # noqa: PLC0415  # keeps models bare
 
         if dns_label(value) != value:
-            raise ValueError(f"{value!r:.80} is no namespace; write lower-case letters, digits and dashes")
+            raise ValueError(
+                f"{value!r:.80} is not a valid namespace; write lower-case letters, digits and dashes"
+            )
         return value
 
     @classmethod

@@ -213,7 +213,7 @@ class View:
             age = self._monotonic() - min(self._heard.values())
             if age > STALE_S:
                 raise BackendError(
-                    f"the watch was not heard for {age:.0f} s: {self._problem}", transient=True
+                    f"the watch received nothing for {age:.0f} s: {self._problem}", transient=True
                 )
             pods = self._tables["pods"].by_job.get(name, {})
             return self._tables["jobs"].items.get(name), tuple(pods.values())

@@ -137,7 +137,7 @@ class LocalBackend:
         """
         offer = request.allocation.offer
         if offer.cloud != "local":
-            raise BackendError(f"{offer.name}: is no share of this machine")
+            raise BackendError(f"{offer.name}: is not a share of this machine")
         launch = request.launch
         faults = volume_faults(launch.paths.volumes)
         if faults := faults + mount_faults(launch.paths, launch.command):

@@ -263,7 +263,7 @@ class NodeMain:
             self._sidecar.process.returncode = returncode
             self._sidecar.died()
             if returncode == EXIT_ORPHANED and self._wrapper is not None:
-                self._ended_by = ("orphaned", "nobody owned it, and its wrapper did not go when told to")
+                self._ended_by = ("orphaned", "it had no owner, and its wrapper did not end after a SIGTERM")
                 self._signal_wrapper(signal.SIGKILL)
 
     def _end_training(self) -> None:

@@ -98,7 +98,9 @@ class NodeView:
         if end is not None:
             return _ended(self.node, end)
         if self.is_held():  # unlocked before a process is seen to end; so these are only unreachable
-            return NodeStatus(self.node, "unknown", detail="its lock is held, its processes are not shown")
+            return NodeStatus(
+                self.node, "unknown", detail="a process has its lock, but no process of it is visible"
+            )
         return self._without_main()
 
     def _from_afar(self) -> NodeStatus:

@@ -102,7 +102,9 @@ class Table:
             )
         ticks, slacks = knots[:count], knots[count:]
         if not regimes or not all(map(_is_rising, (ticks, slacks))) or not all(map(isfinite, costs)):
-            raise ValueError("the table of a deadline holds what is no table")
+            raise ValueError(
+                "the table of a deadline has no regime, unsorted knots or a cost that is not finite"
+            )
         return cls(ticks, slacks, regimes, costs)
 
 

@@ -222,7 +222,7 @@ def _on_spot(view: Outlook, slack: float, numbers: dict[str, Any]) -> Proposal:
     for target in safe:
         speed = view.slowest(target) or _same_machine(view, target)
         moving = view.moving(target, speed=speed)
-        why = f"{slack:.0f} s may still be lost, less than the {TICK_S:.0f} s until the next look on spot"
+        why = f"{slack:.0f} s may still be lost, less than the {TICK_S:.0f} s until the next check on spot"
         wants.append(Want(target, why, view.staying, moving, is_urgent=True))
     wants.sort(
         key=lambda want: (want.target.usd_per_hour is None, want.target.usd_per_hour or 0.0, want.target.name)
@@ -253,7 +253,7 @@ def _on_demand(view: Outlook, slack: float, numbers: dict[str, Any], table: Tabl
     price = here.usd_per_hour
     spots = [item for item in _spot(seen) if price is not None and (item.usd_per_hour or price) < price]
     if not spots:
-        return Proposal(reason="no cheaper spot of this machine is to be had", numbers=numbers)
+        return Proposal(reason="no cheaper spot of this machine is available", numbers=numbers)
     target = min(spots, key=lambda item: (item.usd_per_hour or 0.0, item.name))
     start_s = seen.overheads.start_s
     if slack < start_s + TICK_S:

@@ -147,7 +147,7 @@ def test_sizes_come_from_the_stage(monkeypatch):
     [
         ({"global_batch": None}, "ENVSCALER_GLOBAL_BATCH is not set"),
         ({"global_batch": 101, "micro_batch": None}, "101 is more than the dataset's 100"),
-        ({"micro_batch": 3}, "8 is no multiple of 3 samples x 1 ranks"),
+        ({"micro_batch": 3}, "8 is not a multiple of 3 samples x 1 ranks"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(options, words):
@@ -240,7 +240,9 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
     model = torch.nn.Linear(1, 1)
     TrainingState(model=model).save(tmp_path)
 
-    with pytest.raises(CheckpointError, match=r"holds \['model'\], this training is \['loader', 'model'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"contains \['model'\], this training is \['loader', 'model'\]"
+    ):
         TrainingState(model=model, loader=loader()).load(tmp_path)
 
 
@@ -282,7 +284,9 @@ def test_an_array_of_numpy_is_read_back(tmp_path):
 
 def test_what_no_restore_would_read_is_told_at_the_save(tmp_path):
     """While the training is still running, not when its machine is gone."""
-    with pytest.raises(CheckpointError, match=r"a state_dict holds pathlib.* which a restore would refuse"):
+    with pytest.raises(
+        CheckpointError, match=r"a state_dict contains pathlib.* which a restore would refuse"
+    ):
         TrainingState(kept=Kept(tmp_path)).save(tmp_path)
 
 

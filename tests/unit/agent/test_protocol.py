@@ -68,7 +68,7 @@ def test_fields_of_a_newer_minor_version_are_ignored(schema):
 @pytest.mark.parametrize("schema", ["2.0", "0.9", 1, None])
 def test_another_major_version_is_refused_by_name(schema):
     """The message names both."""
-    with pytest.raises(ProtocolError, match=rf"x: schema {schema!r}, this side speaks {protocol.SCHEMA}"):
+    with pytest.raises(ProtocolError, match=rf"x: schema {schema!r}, this side uses {protocol.SCHEMA}"):
         Progress.from_json(json.dumps({"schema": schema}), where="x")
 
 
@@ -82,15 +82,15 @@ def test_another_major_version_is_refused_by_name(schema):
         (Progress, wire(step="5"), "step: got '5', expected int"),
         (Progress, wire(step=True), "step: got True, expected int"),
         (Progress, wire(step=2**63), "step: got 9223372036854775808, expected int"),
-        (Progress, '{"schema":"1.0","loss":NaN}', "NaN is no number"),
-        (Progress, '{"schema":"1.0","loss":1e999}', "loss: inf is no number"),
+        (Progress, '{"schema":"1.0","loss":NaN}', "NaN is not a number"),
+        (Progress, '{"schema":"1.0","loss":1e999}', "loss: inf is not a number"),
         (Status, wire(progress=5), "progress: got int, expected an object"),
         (Status, wire(usage=[1]), "usage: got list, expected an object"),
         (Status, wire(rejected="x"), "rejected: got str, expected a list"),
         (Status, wire(phase="asleep"), "phase must be one of setup"),
         (Control, wire(action="dance"), "action must be one of hold"),
         (Control, wire(grace_s=-1), "grace_s must be finite and >= 0, got -1.0"),
-        (Control, wire(candidates=["../g1"]), "is no checkpoint name"),
+        (Control, wire(candidates=["../g1"]), "is not a checkpoint name"),
         (Ended, wire(reason="boredom"), "reason must be one of succeeded"),
         (Manifest, wire(kind="zip"), "kind must be one of checkpoint"),
         (Manifest, wire(files=[{**A_FILE, "path": "../../etc/passwd"}]), "is not a plain relative path"),

@@ -152,7 +152,7 @@ def test_a_leave_whose_save_fails_is_an_error(rig):
 
     with rig.session() as session:
         session.step()
-        with pytest.raises(CheckpointError, match=r"asked to leave at step 1.*No space left"):
+        with pytest.raises(CheckpointError, match=r"asked to stop at step 1.*No space left"):
             session.checkpoint(fail)
 
     assert not rig.said().left

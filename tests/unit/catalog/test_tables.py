@@ -78,7 +78,7 @@ def test_a_price_that_is_none_is_unknown_and_said(tmp_path, price):
 
     offer = next(offer for offer in table.offers() if offer.capacity_type == "on-demand")
     assert offer.usd_per_hour is None
-    assert table.faults == (f"offers-x.csv:2: {price!r} is no price; it counts as unknown",)
+    assert table.faults == (f"offers-x.csv:2: {price!r} is not a price; it counts as unknown",)
 
 
 def test_a_strange_currency_is_no_price(tmp_path):

@@ -151,7 +151,7 @@ def test_a_stage_that_wants_a_gpu_runs_on_none_only_when_it_says_so(monkeypatch,
         spec = stage(resources=resources, volumes=[volume("pvc://claim")])
         environment.run_docker(spec, store, key, None, command=(), as_json=False)
 
-    with pytest.raises(NoOfferError, match=r"1 x A100 asked for, here: none; .*cpu_fallback: true"):
+    with pytest.raises(NoOfferError, match=r"1 x A100 requested, available here: none; .*cpu_fallback: true"):
         run(need)
     with pytest.raises(SpecError, match="claim of Kubernetes"):  # which is checked next
         run({**need, "cpu_fallback": True})

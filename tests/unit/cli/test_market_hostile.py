@@ -86,8 +86,8 @@ def is_refused(got, words):
         ("run", ["--budget", "nan"], "'--budget': budget_usd must be finite"),
         ("run", ["--value-of-hour", "nan"], "'--value-of-hour': value_of_hour must be finite"),
         ("submit", ["--budget", "nan"], "'--budget': budget_usd must be finite"),
-        ("plan", ["--strategy", "deadline", "--deadline", ""], "--deadline: '' is no duration"),
-        ("offers", ["--memory", ""], "--memory: '' is no memory"),
+        ("plan", ["--strategy", "deadline", "--deadline", ""], "--deadline: '' is not a duration"),
+        ("offers", ["--memory", ""], "--memory: '' is not an amount of memory"),
         ("run", ["--name", ""], "'--name': is empty; write one, or leave the option out"),
         ("run", ["--name", " "], "'--name': is empty"),
         ("run", ["--locked", ""], "'--locked': is empty"),
@@ -107,9 +107,9 @@ def test_what_says_nothing_sensible_is_refused(shell, command, options, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"aws": "us-east-1"}', "'us-east-1' is no list of regions"),
-        ('{"aws": ["us-east-1", null]}', "is no list of regions"),
-        ('{"aws": {"us-east-1": 1}}', "is no list of regions"),
+        ('{"aws": "us-east-1"}', "'us-east-1' is not a list of regions"),
+        ('{"aws": ["us-east-1", null]}', "is not a list of regions"),
+        ('{"aws": {"us-east-1": 1}}', "is not a list of regions"),
         ("{}", "names no cloud; write"),
         ("[]", "no scope"),
         ("[" * 100_000, "no scope"),

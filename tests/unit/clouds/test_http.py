@@ -59,7 +59,7 @@ def test_a_next_page_that_is_no_address_is_an_error(link):
         transport=httpx.MockTransport(lambda _: httpx.Response(200, json={"Items": [], "NextPageLink": link}))
     ) as client:
         feed = AzurePrices(Access(endpoint_url="https://cloud.test/prices"), caller=Caller(client))
-        with pytest.raises(BackendError, match="is no address"):
+        with pytest.raises(BackendError, match="is not a valid URL"):
             feed.fetch("eastus")
 
 
@@ -136,7 +136,7 @@ def test_a_refusal_is_asked_once(status):
 )
 def test_what_is_no_json_is_an_error(body):
     """Half an answer is never used."""
-    with pytest.raises(BackendError, match="no whole JSON"):
+    with pytest.raises(BackendError, match="not complete JSON"):
         ask(lambda _: httpx.Response(200, content=body))
 
 

@@ -126,6 +126,6 @@ def test_every_fault_is_told_at_once_with_file_line_path_and_fix(tmp_path):
         "spec.yaml:6: resources.requests.cpus_: unknown field; write cpu",
         "spec.yaml:7: resources.limits.memory: '512m' is 512 thousandths of a byte; write 512Mi",
         "spec.yaml:8: chekpoint: unknown field; write checkpoint",
-        'spec.yaml:9: runtimes[0].version: got 3.10, which is no text; write it in quotes: "3.10"',
-        'spec.yaml:10: stall.min: 300 is no duration; write it with a unit in quotes: "300s", "10m"',
+        'spec.yaml:9: runtimes[0].version: got 3.10, which is not a string; write it in quotes: "3.10"',
+        'spec.yaml:10: stall.min: 300 is not a duration; write it with a unit in quotes: "300s", "10m"',
     ]

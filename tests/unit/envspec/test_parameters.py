@@ -56,16 +56,17 @@ def test_text_from_a_shell_becomes_the_parameters_type(tmp_path, kind, given_val
 @pytest.mark.parametrize(
     ("declaration", "value", "fault"),
     [
-        ("{type: integer}", "4.5", "3: parameters.x: '4.5' is no whole number; write one such as 4"),
-        ("{type: integer}", True, "3: parameters.x: True is no whole number; write one such as 4"),
+        ("{type: integer}", "4.5", "3: parameters.x: '4.5' is not a whole number; write one such as 4"),
+        ("{type: integer}", True, "3: parameters.x: True is not a whole number; write one such as 4"),
         ("{type: integer, maximum: 8}", 9, "3: parameters.x: 9 is out of bounds; write at most 8"),
         ("{type: number, exclusiveMinimum: 0}", 0, "3: parameters.x: 0 is out of bounds; write more than 0"),
-        ("{type: number}", "nan", "3: parameters.x: is no finite number below 1e15; write one such as 0.1"),
+        ("{type: number}", "nan",
+         "3: parameters.x: is not a finite number below 1e15; write one such as 0.1"),
         ("{type: number}", float("inf"),
-         "3: parameters.x: is no finite number below 1e15; write one such as 0.1"),
-        ("{type: boolean}", "maybe", "3: parameters.x: 'maybe' is no switch; write true or false"),
+         "3: parameters.x: is not a finite number below 1e15; write one such as 0.1"),
+        ("{type: boolean}", "maybe", "3: parameters.x: 'maybe' is not a boolean; write true or false"),
         ("{values: [small, large]}", "medium",
-         "3: parameters.x: 'medium' is none of the values; write one of small, large"),
+         "3: parameters.x: 'medium' is not one of the values; write one of small, large"),
         ("{type: string, pattern: '[a-z]+'}", "A1",
          "3: parameters.x: 'A1' does not match [a-z]+; write text that does"),
         ("{type: duration, minimum: 10m}", "5m",
@@ -75,7 +76,7 @@ def test_text_from_a_shell_becomes_the_parameters_type(tmp_path, kind, given_val
         ("{type: quantity}", "16GB",
          "3: parameters.x: '16GB' has an unknown unit; write 16Gi (1024s) or 16G (1000s)"),
         ("{type: string}", "a\0b",
-         "3: parameters.x: is no text of at most 4096 characters; write plain text"),
+         "3: parameters.x: is not a string of at most 4096 characters; write plain text"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_says_what_to_write(tmp_path, declaration, value, fault):
@@ -87,11 +88,11 @@ def test_a_wrong_value_says_what_to_write(tmp_path, declaration, value, fault):
     ("declaration", "fault"),
     [
         ("{type: int}",
-         ("3: parameters.x.type: 'int' is no type; write one of integer, number, string, boolean, "
+         ("3: parameters.x.type: 'int' is not a type; write one of integer, number, string, boolean, "
           "enum, duration, quantity")),
         ("{type: integer, defualt: 1}", "3: parameters.x.defualt: unknown field; write default"),
         ("{type: integer, default: a}",
-         "3: parameters.x.default: default: 'a' is no whole number; write one such as 4"),
+         "3: parameters.x.default: default: 'a' is not a whole number; write one such as 4"),
         ("{type: integer, minimum: 2, maximum: 1}",
          "3: parameters.x.minimum: minimum 2 is above maximum 1; write them in order"),
         ("{type: enum}", "3: parameters.x.type: an enum without values; write values: [small, large]"),

@@ -46,14 +46,14 @@ def test_a_part_of_a_byte_is_a_whole_one():
         ("32g", "'32g' has an unknown unit; write 32Gi (1024s) or 32G (1000s)"),
         ("4k", "'4k' is out of range; write between 1Mi and 1Pi, such as 4Gi"),
         ("9999Pi", "'9999Pi' is out of range; write between 1Mi and 1Pi, such as 4Gi"),
-        ("-1Gi", "'-1Gi' is no memory: write 4Gi or 512Mi"),
-        ("1e3", "'1e3' is no memory: write 4Gi or 512Mi"),
-        ("", "'' is no memory: write 4Gi or 512Mi"),
-        ("4 Gi", "'4 Gi' is no memory: write 4Gi or 512Mi"),
-        (True, "True is no memory: write 4Gi or 512Mi"),
-        (float("nan"), "nan is no memory: write 4Gi or 512Mi"),
-        (None, "None is no memory: write 4Gi or 512Mi"),
-        ("٤Gi", "'٤Gi' is no memory: write 4Gi or 512Mi"),
+        ("-1Gi", "'-1Gi' is not an amount of memory: write 4Gi or 512Mi"),
+        ("1e3", "'1e3' is not an amount of memory: write 4Gi or 512Mi"),
+        ("", "'' is not an amount of memory: write 4Gi or 512Mi"),
+        ("4 Gi", "'4 Gi' is not an amount of memory: write 4Gi or 512Mi"),
+        (True, "True is not an amount of memory: write 4Gi or 512Mi"),
+        (float("nan"), "nan is not an amount of memory: write 4Gi or 512Mi"),
+        (None, "None is not an amount of memory: write 4Gi or 512Mi"),
+        ("٤Gi", "'٤Gi' is not an amount of memory: write 4Gi or 512Mi"),
     ],
 )
 def test_a_wrong_memory_says_what_to_write(text, fault):
@@ -83,8 +83,8 @@ def test_durations_are_sums_of_units(text, seconds):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (600, '600 is no duration; write it with a unit in quotes: "600s", "10m"'),
-        ("600", '\'600\' is no duration; write "600s" or "600m", "1h30m" or "90s"'),
+        (600, '600 is not a duration; write it with a unit in quotes: "600s", "10m"'),
+        ("600", '\'600\' is not a duration; write "600s" or "600m", "1h30m" or "90s"'),
         ("30m1h", "'30m1h' has its units out of order; write the largest first: \"1h30m\""),
         ("1h1h", "'1h1h' has its units out of order; write the largest first: \"1h30m\""),
         ("400d", "'400d' is more than a year; write at most 366d"),

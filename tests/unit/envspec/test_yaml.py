@@ -117,11 +117,11 @@ def test_every_value_knows_its_line_and_path():
         ("t: yes", 'spec:1: t: yes is true for YAML 1.1 and text for YAML 1.2; write true, or "yes"'),
         ("on: 1", 'spec:1: on: key on is true for YAML 1.1 and text for YAML 1.2; write "on":'),
         ("t: 010", 'spec:1: t: 010 is octal for YAML 1.1; write "010", or the number without the leading 0'),
-        ("t: .inf", "spec:1: t: .inf is no finite number; write one, or leave the field out"),
-        ("t: .nan", "spec:1: t: .nan is no finite number; write one, or leave the field out"),
+        ("t: .inf", "spec:1: t: .inf is not a finite number; write one, or leave the field out"),
+        ("t: .nan", "spec:1: t: .nan is not a finite number; write one, or leave the field out"),
         ("t: 1e999", "spec:1: t: 1e999 is too large a number; write a smaller one, or quote it"),
-        ("5: x", 'spec:1: 5: key 5 is no text for YAML; write "5":'),
-        ("true: x", 'spec:1: true: key true is no text for YAML; write "true":'),
+        ("5: x", 'spec:1: 5: key 5 is not a string in YAML; write "5":'),
+        ("true: x", 'spec:1: true: key true is not a string in YAML; write "true":'),
         ("? [a]\n: x", "spec:1: a key that is not text; write a name"),
         ("a: 1\nb: 2\na: 3", "spec:3: a: written twice, first in line 1; write it once"),
         ("a:\n\tb: 1", "spec:2: a tab where YAML wants spaces; indent by spaces"),
@@ -131,7 +131,7 @@ def test_every_value_knows_its_line_and_path():
             "spec:1: t: 10000000000000000... is too large a number; write at most 15 digits, or quote it",
         ),
         ("a: &x 5\nb: {<<: *x}", "spec:2: b.<<: <<: takes maps only; write <<: *anchor of a map"),
-        ("a: &x [*x]", "spec:1: a[0]: anchor 'x' holds itself; write the value out"),
+        ("a: &x [*x]", "spec:1: a[0]: anchor 'x' contains itself; write the value out"),
         ("a: *x", "spec:1: a: anchor 'x' is defined nowhere above; write the value out"),
         ("a: !!python/object:os.system x", None),
         ("a: 1\n---\nb: 2", "spec:2: a second document; write one document, without ---"),
@@ -189,9 +189,9 @@ def test_json_with_tabs_is_read():
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (b"a: \xff\n", "byte 0xff is no UTF-8"),
+        (b"a: \xff\n", "byte 0xff is not UTF-8"),
         (b"a: b\n" * MAX_BYTES, "larger than 128 KiB"),
-        (None, "is no regular file"),
+        (None, "is not a regular file"),
     ],
 )
 def test_files_that_are_no_text_are_refused(tmp_path, content, fault):

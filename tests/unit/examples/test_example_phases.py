@@ -73,7 +73,7 @@ def test_a_phase_that_does_not_pay_for_its_move_is_passed_over():
     )
 
     assert short.action == "keep"
-    assert "passed over: it lasts 100 s, and moving there and back takes 120 s" in short.reason
+    assert "skipped: it lasts 100 s, and moving there and back takes 120 s" in short.reason
     assert (long.action, long.target.nodes) == ("move", 2)
 
 

@@ -108,9 +108,9 @@ def test_a_connection_uses_the_identity_of_the_pod(connect, monkeypatch, tmp_pat
     [
         ({"kube_config_path": "/nowhere/config"}, "No configuration found"),
         ({"in_cluster": True, "kube_config_path": "/nowhere/config"}, "mutually exclusive"),
-        ({"envscaler": "[]"}, "is no object"),
-        ({"envscaler": ["ml"]}, "is no object"),
-        ({"envscaler": 5}, "is no object"),
+        ({"envscaler": "[]"}, "is not an object"),
+        ({"envscaler": ["ml"]}, "is not an object"),
+        ({"envscaler": 5}, "is not an object"),
     ],
 )
 def test_a_connection_that_leads_nowhere_is_named(connect, extra, words):

@@ -78,15 +78,15 @@ BAD = {
     "wants a token": (httpx.Response(401, json={"error": "who are you"}), "answers 401: who are you"),
     "leads elsewhere": (httpx.Response(302, headers={"location": "http://x"}), "answers 302"),
     "refuses": (httpx.Response(400, json={"error": "parse error"}), "parse error"),
-    "is a page": (httpx.Response(200, text="<html>"), "this is no answer of Prometheus"),
-    "is a list": (httpx.Response(200, json=[1]), "this is no answer of Prometheus"),
-    "is nested": (httpx.Response(200, text="[" * 100_000), "this is no answer of Prometheus"),
+    "is a page": (httpx.Response(200, text="<html>"), "this is not an answer of Prometheus"),
+    "is a list": (httpx.Response(200, json=[1]), "this is not an answer of Prometheus"),
+    "is nested": (httpx.Response(200, text="[" * 100_000), "this is not an answer of Prometheus"),
     "is long": (httpx.Response(200, content=b" " * (10 << 20)), "answers more than 4 MiB"),
     "is a matrix": (
         httpx.Response(200, json={"data": {"resultType": "matrix", "result": []}}),
         "answers a matrix",
     ),
-    "is too much": (vector(10**400), "this is no answer of Prometheus"),
+    "is too much": (vector(10**400), "this is not an answer of Prometheus"),
     "has no series": (vector(), "no number"),
     "has no number": (vector("NaN", "+Inf", "-Inf"), "no number"),
 }
@@ -166,7 +166,7 @@ def test_a_url_is_shown_without_what_is_secret(url, text):
 
 def test_a_url_that_is_none_is_told_without_it():
     """The text after the colon might be a password."""
-    with pytest.raises(SpecError, match=r"\Aprometheus: this is no URL"):
+    with pytest.raises(SpecError, match=r"\Aprometheus: this is not the URL"):
         Prometheus(HttpServer("http://h:pw-12345")).values("up")
 
 

@@ -315,7 +315,7 @@ def test_the_hook_deletes_but_not_the_newest_of_a_run_that_goes_on(hook):
     assert [item.step for item in hook.list_checkpoints(key)] == [20]
     with pytest.raises(CheckpointError, match="goes on"):
         hook.delete(key, "g1-step-00000020-a1")
-    with pytest.raises(CheckpointError, match="no checkpoint name"):
+    with pytest.raises(CheckpointError, match="not a checkpoint name"):
         hook.delete(key, "../../elsewhere")
 
 

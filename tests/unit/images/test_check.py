@@ -46,7 +46,7 @@ def local(spec, **other):
 def test_what_fits_lacks_nothing():
     """Up to the last core, and to the part of the memory that the local backend offers."""
     assert local(stage({"cpu": 4, "memory": "14Gi"}, resources={"disk_size": "50Gi"})) == []
-    assert local(stage({"memory": "14.5Gi"}))[0].startswith("memory: 14.5Gi asked for, 14.4Gi to be had here")
+    assert local(stage({"memory": "14.5Gi"}))[0].startswith("memory: 14.5Gi requested, 14.4Gi available here")
     whole = stage({"memory": "16Gi"})
     assert missing_here(whole, Requirements(), here=machine(), in_container=True) == []
 
@@ -56,9 +56,9 @@ def test_cores_memory_and_disk_are_named_with_both_figures():
     got = local(stage({"cpu": 8, "memory": "32Gi"}, resources={"disk_size": "100Gi"}))
 
     assert got == [
-        "cpu: 8 asked for, 4 here; ask for less under targets.local",
-        "memory: 32Gi asked for, 14.4Gi to be had here; ask for less under targets.local",
-        "disk: 100Gi asked for, 50.0Gi free below /var/tmp; free some, or ask for less",
+        "cpu: 8 requested, 4 available here; request less under targets.local",
+        "memory: 32Gi requested, 14.4Gi available here; request less under targets.local",
+        "disk: 100Gi requested, 50.0Gi free below /var/tmp; free some, or request less",
     ]
 
 
@@ -198,7 +198,7 @@ def test_the_shell_ends_with_one_when_something_is_missing(tmp_path, monkeypatch
     assert CliRunner().invoke(main, ["dry-run"]).exit_code == 0
     got = CliRunner().invoke(main, ["dry-run", "-f", "big.yaml", "--json"])
     assert got.exit_code == 1
-    assert json.loads(got.stdout)["missing"][0].startswith("cpu: 5000 asked for")
+    assert json.loads(got.stdout)["missing"][0].startswith("cpu: 5000 requested")
 
 
 @pytest.mark.parametrize("target", ["local", "kubernetes"])

@@ -75,7 +75,7 @@ def test_a_bad_parameter_is_a_fault(call):
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("torch --index-url https://user:pw@wheels.example.com/simple", "holds a user or password"),
+        ("torch --index-url https://user:pw@wheels.example.com/simple", "contains a user or password"),
         ("-e ./mine", "installs from this machine"),
         ("-r ../outside.txt", "leads out of its folder"),
         ("-r absent.txt", "cannot be read"),

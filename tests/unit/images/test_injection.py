@@ -162,7 +162,7 @@ def test_user_data_runs_the_command_that_was_written(text):
 )
 def test_a_package_that_is_no_requirement_is_refused(package):
     """Options and shell words after a name are not a requirement."""
-    with pytest.raises(SpecError, match="is no requirement"):
+    with pytest.raises(SpecError, match="is not a valid requirement"):
         check_packages(Runtime(packages=(package,)))
 
 

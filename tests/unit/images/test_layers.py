@@ -61,5 +61,5 @@ def test_a_layer_of_packages_calls_its_package_manager_once(base, program, calle
 
 def test_a_package_name_cannot_be_a_command():
     """Text with a meaning for a shell is refused before."""
-    with pytest.raises(Exception, match="is no package name"):
+    with pytest.raises(Exception, match="is not a package name"):
         run_of({"image": "alpine:3.20"}, ["git; touch hacked"])

@@ -177,7 +177,7 @@ def test_a_field_of_a_lock_that_cannot_be_is_named(field, value, named):
     """Users edit locks: no traceback, and nothing is built from it."""
     text = json.dumps({**json.loads(LOCK.to_text()), field: value})
 
-    with pytest.raises(ProtocolError, match=rf"^lock.json is no lock of an environment: {named}: got "):
+    with pytest.raises(ProtocolError, match=rf"^lock.json is not the lock of an environment: {named}: got "):
         Lock.from_text(text, "lock.json")
 
 

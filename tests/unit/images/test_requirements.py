@@ -76,7 +76,7 @@ def test_a_name_in_quotes_is_that_file(tmp_path):
 )
 def test_a_password_over_two_lines_is_a_password(tmp_path, text):
     """A backslash at the end of a line joins it with the next, for pip and for us."""
-    with pytest.raises(SpecError, match="holds a user or password"):
+    with pytest.raises(SpecError, match="contains a user or password"):
         read(tmp_path, text)
 
 

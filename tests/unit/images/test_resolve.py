@@ -85,7 +85,7 @@ def test_what_the_base_holds_takes_part_and_is_not_installed_again(tmp_path, ind
 
 def test_a_conflict_with_the_base_names_the_base(tmp_path, index):
     """Version 2 of frame needs arrays 2, the base has 1.24."""
-    with pytest.raises(SpecError, match=r"arrays==1\.24\.0 is what the base example/base:1 holds"):
+    with pytest.raises(SpecError, match=r"arrays==1\.24\.0 is what the base example/base:1 contains"):
         resolve(*stage(tmp_path, index, "frame==2.0", provides={"arrays": "1.24.0"}))
 
 

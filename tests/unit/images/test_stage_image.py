@@ -114,9 +114,9 @@ def test_a_build_takes_the_name_that_the_stage_will_look_for(spec, tmp_path, mon
         (["--push"], "--push: there is no -t; write -t registry.example.com/team/name"),
         (["--push", "-t", "team/x"], "--push: -t team/x is in no registry; write -t registry.example.com/"),
         (["--push", "-t", "localhost/x"], "--push: -t localhost/x is in no registry; write -t registry"),
-        (["--push", "-t", "localhost:5000/x"], "docker or buildah is not to be had here; install it"),
+        (["--push", "-t", "localhost:5000/x"], "docker or buildah is not available here; install it"),
         (["--lock", "."], "--lock .: cannot be written; name a file in a folder"),
-        ([], "docker or buildah is not to be had here; install it"),
+        ([], "docker or buildah is not available here; install it"),
     ],
 )
 def test_what_a_build_will_lack_is_told_before_its_work(spec, tmp_path, monkeypatch, words, told):

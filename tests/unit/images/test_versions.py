@@ -45,7 +45,7 @@ def test_a_range_takes_the_newest_that_it_allows(wanted, expected):
 )
 def test_what_is_no_version_is_refused(text):
     """Build metadata has no order, so that it would make two versions of one."""
-    with pytest.raises(SpecError, match="is no semantic version"):
+    with pytest.raises(SpecError, match="is not a semantic version"):
         Version.parse(text)
 
 

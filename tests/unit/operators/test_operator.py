@@ -248,7 +248,7 @@ def test_what_airflow_masks_is_refused_in_any_field(world, field):
     """The masker would hide it in the log; the store and the machine would not."""
     mask_secret("hunter2-hunter2")
 
-    with pytest.raises(AirflowFailException, match="note: holds a secret") as caught:
+    with pytest.raises(AirflowFailException, match="note: contains a secret") as caught:
         world.execute(world.operator(**{field: {"note": "is hunter2-hunter2"}}))
 
     assert "hunter2" not in str(caught.value)
@@ -258,7 +258,7 @@ def test_what_airflow_masks_is_refused_in_any_field(world, field):
 @pytest.mark.parametrize(
     ("uri", "words"),
     [
-        ("s3://bucket/hunter2-hunter2/g1", "restore_from: holds a secret"),
+        ("s3://bucket/hunter2-hunter2/g1", "restore_from: contains a secret"),
         ("s3://key:hunter3-hunter3@bucket/g1", "restore_from: credentials in a URL end up in logs"),
     ],
 )
@@ -279,7 +279,7 @@ def test_what_airflow_masks_is_refused_in_the_spec_file_too(world):
     text = SPEC.replace("train.py", "train-hunter2-hunter2.py")
     (world.dag_file.parent / "train.yaml").write_text(text)
 
-    with pytest.raises(AirflowFailException, match=r"entrypoint\[1\]: holds a secret") as caught:
+    with pytest.raises(AirflowFailException, match=r"entrypoint\[1\]: contains a secret") as caught:
         world.execute(world.operator())
 
     assert "hunter2" not in str(caught.value)
@@ -291,7 +291,7 @@ def test_a_secret_that_the_stage_reads_by_reference_is_refused_in_the_form(world
     text = SPEC.replace("env: [", "env: [{name: OWN_TOKEN, value_from: 'env:UNIT_OWN_TOKEN'}, ")
     (world.dag_file.parent / "train.yaml").write_text(text)
 
-    with pytest.raises(AirflowFailException, match=r"parameters.note: holds a secret") as caught:
+    with pytest.raises(AirflowFailException, match=r"parameters.note: contains a secret") as caught:
         world.execute(world.operator(parameters={"note": "w0rd-of-this-test"}))
 
     assert "w0rd" not in str(caught.value)

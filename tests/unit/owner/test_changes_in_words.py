@@ -28,7 +28,7 @@ BODY = {"generation": 1, "attempt": 1, "request": 4, "target": TARGET, "reason":
             {"step": 7},
             "attempt 1 has 3 x scripted/cpu-2/on-demand at step 7, without a restart",
         ),
-        ("change-undone", {}, "attempt 1 stays as it was: why"),
+        ("change-undone", {}, "attempt 1 is unchanged: why"),
         (
             "attempt-started",
             {"handle": {"backend": "local", "name": "train-1", "details": {"namespace": "ml"}}},

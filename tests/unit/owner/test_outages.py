@@ -50,7 +50,7 @@ def test_a_move_is_refused_and_the_training_goes_on(world, owner):
 
     answer = world.answer(asked)
     assert answer.type == "move-refused"
-    assert "what can be had is not known now" in answer.body.reason
+    assert "the available offers are unknown now" in answer.body.reason
     assert world.state.live.phase == "started"
 
 

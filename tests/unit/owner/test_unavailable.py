@@ -143,7 +143,7 @@ def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world)
         owner.resume(Wake("status"))
 
     assert (asked.action, [node.state for node in seen]) == ("leave", ["running", "pending"])
-    assert (quiet.detail, going) == ("none to be had", "running")
+    assert (quiet.detail, going) == ("no capacity", "running")
     assert world.state.attempts[0].end.checkpoint == saved
     assert world.backend.live == []
 

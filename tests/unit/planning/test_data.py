@@ -176,7 +176,7 @@ def test_a_disk_without_a_known_price_is_said():
     [
         (DataPlace("data", "tencent", "ap-tokyo", gib=10.0), "what data costs to leave tencent is unknown"),
         (DataPlace("data", "", "hall-3", gib=10.0), "what data costs to leave hall-3 is unknown"),
-        (DataPlace("data", "aws", "us-west-2"), "how much data holds is unknown, and copying it counted as"),
+        (DataPlace("data", "aws", "us-west-2"), "the size of data is unknown, and copying it counted as"),
     ],
 )
 def test_a_copy_without_a_known_price_is_said(data, words):

@@ -128,7 +128,7 @@ def test_only_whole_model_parallel_groups_are_candidates():
 
     assert [item.allocation.nodes for item in got.candidates] == [2, 4]
     alone = plan(Requirements(gpus=1, model_parallel=2), [T4])
-    assert alone.rejected[0].reason == "no number of nodes holds whole model-parallel groups of 2 GPUs"
+    assert alone.rejected[0].reason == "no number of nodes makes up complete model-parallel groups of 2 GPUs"
 
 
 def test_while_running_the_nodes_are_those_of_scaling():

@@ -105,7 +105,7 @@ def test_a_recorded_run_is_told_whole(recorded):
         "1 local/cpu-1 $0.0662",
         "0 to 140 $0.000293 moved",
         "140 to 900 $0.00291 succeeded",
-        "asked for a move to local/cpu-2 local/cpu-2 saves $0.8594 of $2.235",
+        "move requested to local/cpu-2 local/cpu-2 saves $0.8594 of $2.235",
         "move accepted to local/cpu-2",
         "keep local/cpu-2 cool-down: 9 s of 10 s since the last move 8 times",
         "compute $0.00307",
@@ -213,7 +213,7 @@ def test_an_attempt_that_was_changed_in_place_is_told_whole(store):
 
     assert "1 local/cpu-1 then local/cpu-2 $0.3600 then $0.7200 1970" in text
     assert text.count("$1.08") == 2  # of the run, and of its attempt
-    assert "asked for a move to local/cpu-2 faster" in text
+    assert "move requested to local/cpu-2 faster" in text
     assert "change in place to local/cpu-2 faster" in text
     assert drawn.names == ("local/cpu-1", "local/cpu-2")
     assert [(bar.lane, bar.x, bar.end_x, bar.kind) for bar in drawn.bars] == [

@@ -131,7 +131,7 @@ def test_an_unknown_time_is_not_free():
     got = bill([replace(FIRST, held=None)], now=0)
 
     assert (got.usd, got.node_hours, got.wall_s) == (None, None, None)
-    assert got.notes[0] == "g1-a1: the provider did not say how long it was held"
+    assert got.notes[0] == "g1-a1: the provider did not report how long it was allocated"
     assert spent_usd([replace(FIRST, held=None)], now=0) is None
 
 

@@ -190,7 +190,7 @@ def test_a_phase_shorter_than_its_moves_is_passed_over_with_the_reason():
     got = decide(in_phase(EIGHT, "evaluation", phase_lasts_s={"evaluation": 300.0}), PHASES)
 
     assert got.action == "keep"
-    assert "passed over: it lasts 300 s, and moving there and back takes 1200 s" in got.reason
+    assert "skipped: it lasts 300 s, and moving there and back takes 1200 s" in got.reason
 
 
 def test_a_phase_that_saves_less_than_its_moves_is_passed_over():
@@ -211,7 +211,7 @@ def test_the_end_of_a_long_phase_is_passed_over():
     )  # fmt: skip
 
     assert got.action == "keep"
-    assert "passed over: it lasts 60 s more, and moving there and back takes 1200 s" in got.reason
+    assert "skipped: it lasts 60 s more, and moving there and back takes 1200 s" in got.reason
 
 
 @pytest.mark.parametrize("left_s", [900.0, 300.0, 0.0])

@@ -60,7 +60,7 @@ def test_a_control_of_another_version_is_refused_and_training_goes_on(bench, sto
     run(bench, watch, 2)
 
     assert control(bench).sequence == 1
-    assert bench.context.messages.text().startswith("the owner is not heard: ")
+    assert bench.context.messages.text().startswith("the owner's requests cannot be read: ")
 
 
 def test_a_word_that_comes_late_does_not_undo_the_later_one(bench):
@@ -129,7 +129,7 @@ def test_a_store_that_cannot_be_read_is_no_expiry(bench, store):
     run(bench, watch, 7200, every=20)
 
     assert control(bench).action == "run"
-    assert bench.context.messages.text() == "the owner is not heard: the store is down"
+    assert bench.context.messages.text() == "the owner's requests cannot be read: the store is down"
 
     store.down = False
     run(bench, watch, 60)
@@ -182,7 +182,7 @@ def test_a_wrapper_that_does_not_go_is_given_up(bench, store):
     assert control(bench).action == "stop"
     run(bench, watch, 50)
 
-    with pytest.raises(UnheededError, match="told to stop 60 s ago and still here: orphaned"):
+    with pytest.raises(UnheededError, match="asked to stop 60 s ago and still here: orphaned"):
         run(bench, watch, 20)
 
 

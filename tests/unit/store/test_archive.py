@@ -155,7 +155,7 @@ def test_pipes_are_left_out(tmp_path):
 
 def test_no_such_workdir(tmp_path):
     """The message names the folder."""
-    with pytest.raises(SpecError, match="missing is no folder"):
+    with pytest.raises(SpecError, match="missing is not a folder"):
         pack_workdir(tmp_path / "missing")
 
 

@@ -55,7 +55,7 @@ def refuse(*_args, **_kwargs):
     ("fault", "says"),
     [
         ({"create": refuse}, "Permission denied"),
-        ({"create": lambda *_: False}, "a new name was said to exist"),
+        ({"create": lambda *_: False}, "the store reported that a new name exists"),
         ({"create": lambda *_: True}, "created twice"),
         ({"write": refuse}, "Permission denied"),
         ({"write": lambda *_: None}, "not read back"),

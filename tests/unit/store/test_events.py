@@ -223,7 +223,7 @@ def test_a_conflict_that_stays_is_an_error(store):
     """The store reports twice that it exists, and nothing is there."""
     store.fail["create"] = lambda *_args, real: False
 
-    with pytest.raises(StoreError, match="is said to exist and is absent") as caught:
+    with pytest.raises(StoreError, match="was reported to exist and is absent") as caught:
         log_of(store).append(0, read_body(*BEGIN))
     assert caught.value.transient
 
@@ -394,7 +394,7 @@ def test_unknown_types_and_newer_minors_are_kept(store):
     ("text", "says"),
     [
         (b"", "not JSON"),
-        (b'{"schema":"2.0","number":1,"type":"x","body":{}}', "schema '2.0', this side speaks"),
+        (b'{"schema":"2.0","number":1,"type":"x","body":{}}', "schema '2.0', this side uses"),
         (b'{"schema":"1.0","number":2,"type":"x","body":{}}', "says that it is event 2"),
     ],
 )

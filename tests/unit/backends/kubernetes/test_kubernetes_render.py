@@ -292,7 +292,7 @@ def test_an_output_inside_a_volume_needs_nothing_of_its_own():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"outputs": {"r": "/app/report.json"}}, "lies in a folder of the image"),
+        ({"outputs": {"r": "/app/report.json"}}, "is in a folder of the image"),
         ({"volumes": [{"name": "h", "source": "hdfs://n/x", "mount_path": "/h"}]}, "write pvc://claim"),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_layout_over_a_megabyte_is_refused():
     """A ConfigMap cannot be larger."""
     request = request_for(command=("x" * 1_100_000,))
 
-    with pytest.raises(SpecError, match="a ConfigMap holds 1000000"):
+    with pytest.raises(SpecError, match="a ConfigMap can have at most 1000000"):
         render_attempt(request, Settings())
 
 
