@@ -1,4 +1,4 @@
-"""Files on this machine: where the user's are, one atomic write, and reads that nothing can block.
+"""Files on this machine: the user's folders, one atomic write, and reads that no FIFO or device can block.
 
 Source of the folders: XDG Base Directory Specification 0.8 (freedesktop.org): a variable that is unset, empty
 or not an absolute path does not count.

@@ -1,4 +1,4 @@
-"""How a command ends: which signal a draining one gets and when, how it ended, the exit codes. Pure.
+"""How a command ends: the signals of a drain and their times, the reason of an end, the exit codes. Pure.
 
 Time comes as an argument. The end follows from the exit code, the last lines and the requests.
 """

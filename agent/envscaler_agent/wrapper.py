@@ -1,4 +1,4 @@
-"""Runs a command inside a training container and answers for it.
+"""Run a command inside a training container: report its progress and its end, and stop it on request.
 
 One thread and one loop: the wrapper copies output, reaps children, and reads twice a
 second the owner's request, the session's report and the machine's usage. The command

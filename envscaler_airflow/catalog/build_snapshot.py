@@ -1,4 +1,4 @@
-"""Make the packaged snapshot from tables of offers.
+"""Build the packaged snapshot from tables of offers.
 
 Run it with ``python -m envscaler_airflow.catalog.build_snapshot FOLDER``.
 

@@ -1,4 +1,4 @@
-"""``demo``: the example pipeline on a real, throwaway Airflow, which loses one machine on the way."""
+"""``demo``: the example pipeline on a real, temporary Airflow; one machine is lost during the run."""
 
 from __future__ import annotations
 

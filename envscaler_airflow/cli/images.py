@@ -1,4 +1,4 @@
-"""``build``, the image of a spec; ``images`` and ``agent-wheel``: what clusters and images get of us."""
+"""``build``: the image of a spec. ``images``: the sidecar image. ``agent-wheel``: the wheel of the agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stage runs: checkpoints, scaling, failures, and what its output says."""
+"""How a stage runs: checkpoints, scaling, failures, and metrics in its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an accepted move is made: in place, at the next start, or by a new attempt now."""
+"""Carry out an accepted move: in place, at the next start, or by a new attempt now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run cost and how it went, from its events: JSON for XCom, and human-readable text."""
+"""The cost and the outcome of a run, from its events: JSON for XCom, and human-readable text."""
 
 from __future__ import annotations
 

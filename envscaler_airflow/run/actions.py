@@ -1,4 +1,4 @@
-"""What the owner knows beside the events, and what it does next. Pure."""
+"""Facts that the owner gathers in addition to the events, and the actions that it can take. Pure."""
 
 from __future__ import annotations
 

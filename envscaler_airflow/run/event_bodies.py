@@ -1,4 +1,4 @@
-"""What each event says, as a class: built by its writer, checked field by field when it is read.
+"""The body of each event as a class: built by its writer, checked field by field when it is read.
 
 A field that is None is not written. The order of the fields is that of the JSON.
 """

@@ -1,4 +1,4 @@
-"""How a run goes on after an attempt failed: where, when, and with how much memory. Pure."""
+"""How a run continues after an attempt failed: where, when, and with how much memory. Pure."""
 
 from __future__ import annotations
 

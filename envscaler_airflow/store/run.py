@@ -1,4 +1,4 @@
-"""A run in a store: its folder, and what each part of it says."""
+"""A run in a store: its folder, and the typed content of each file."""
 
 from __future__ import annotations
 

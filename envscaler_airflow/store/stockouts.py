@@ -1,4 +1,4 @@
-"""Stock-outs that runs met, shared by all runs on a store: ``stockouts.v1/<offer>.json``.
+"""Stock-outs that runs encountered, shared by all runs on a store: ``stockouts.v1/<offer>.json``.
 
 They are advice, not state: two writers may overwrite each other, and an unreadable record counts as absent.
 Ages use the clocks of the writers and readers. A wrong clock costs at most the duration of a stock-out.

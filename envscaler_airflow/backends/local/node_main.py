@@ -1,4 +1,4 @@
-"""Node main's work: one loop over the wrapper, the sidecar, their output and what stops them."""
+"""The process of one node: a loop over the wrapper, the sidecar, their output and requests to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which volumes this machine can provide to a stage, and where the ones are that are not copied."""
+"""Volumes that this machine can provide to a stage, and the folders of those that are not copied."""
 
 from __future__ import annotations
 
