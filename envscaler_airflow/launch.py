@@ -26,7 +26,7 @@ RENDEZVOUS_PORT = "$ENVSCALER_RENDEZVOUS_PORT"
 NODE_RANK = "$ENVSCALER_NODE"
 """Number of a node, filled in the same way."""
 KEEP = 3
-"""Checkpoints kept when the spec does not say. Source: the spec's own default, ``checkpoint.keep``."""
+"""Checkpoints kept when the spec names no number. Source: the spec's own default, ``checkpoint.keep``."""
 
 
 @dataclass(frozen=True, slots=True)

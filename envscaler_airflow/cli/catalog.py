@@ -105,7 +105,7 @@ def _refresh(
     accept_outliers: bool,
     is_quiet: bool,
 ) -> list[str]:
-    """Refresh a cloud's price lists, and say how; returns what failed."""
+    """Refresh a cloud's price lists and print the results; returns the failures."""
     failed = []
     feed = open_feed(cloud, endpoint_url=endpoint_url)
     for region in regions:

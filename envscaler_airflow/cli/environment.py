@@ -242,10 +242,10 @@ def check_stage(spec: EnvSpec, here: Here) -> None:
 def container_of(
     launch: Launch, need: Resources, folder: Path, store: Store, *, resolve_secret: Resolve
 ) -> Iterator[tuple[Container, Callable[[], None]]]:
-    """A container for *launch*: its volumes, variables, and the limits of *need*; and what brings back.
+    """A container for *launch* with the limits of *need*, and a call that copies results back.
 
-    What is written below the folders of outputs and checkpoints stays in *folder*. What is copied in goes;
-    the call brings back first what the stage wrote to volumes of object stores that it may write.
+    What is written below the folders of outputs and checkpoints stays in *folder*. Other copies are
+    deleted; the call first copies back what the stage wrote to writable volumes of object stores.
 
     Raises:
         SpecError: A source that does not exist, or a secret that cannot be resolved here.

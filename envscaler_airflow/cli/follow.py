@@ -376,7 +376,7 @@ class Voice:
             self._mute()
 
     def _mute(self) -> None:
-        """Nothing reads any longer: further output, also what is left in buffers, goes nowhere."""
+        """No process reads any longer: discard further output, also what is left in buffers."""
         self._live = None
         null = os.open(os.devnull, os.O_WRONLY)
         try:

@@ -73,7 +73,7 @@ class Ownership:
 
 
 def write_owner(run: Run, ti_id: str, backend: Backend) -> None:
-    """Say that this process owns *run* as *ti_id*, on *backend*.
+    """Record that this process owns *run* as *ti_id*, on *backend*.
 
     Raises:
         StoreError: The store cannot be written.

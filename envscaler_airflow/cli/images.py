@@ -214,7 +214,7 @@ def _options(given: dict[str, Any]) -> BuildOptions:
 def check_environment(
     spec: EnvSpec, requirements: Requirements, *, env: Mapping[str, str] | None = None
 ) -> None:
-    """Say what could not be looked at, and stop at what cannot be.
+    """Print what could not be checked, and refuse conflicts and broken chains.
 
     Raises:
         SpecError: Conflicts of packages, or a chain from wheel to GPU that breaks on every GPU allowed.

@@ -48,7 +48,7 @@ class Context:
 def assemble(
     spec: EnvSpec, requirements: Requirements, folder: Path, options: ImageOptions | None = None
 ) -> Context:
-    """Lay out the context of *spec* in the empty *folder*.
+    """Write the build context of *spec* to the empty *folder*.
 
     The code comes from ``workdir`` as runs ship it: what ``.gitignore`` leaves out is left out here too.
 

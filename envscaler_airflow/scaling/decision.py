@@ -383,7 +383,7 @@ def remember(checks: Iterable[Check]) -> Memory:
 
 
 def explain(check: Check) -> str:
-    """The decision, the reason, and the numbers behind it, one per line; human-readable."""
+    """The decision, its reason and its numbers, one per line; human-readable."""
     seen, decision = check.observation, check.decision
     verb = {"keep": "keep", "move": "move to", "recommend": "would move to"}[decision.action]
     lines = [f"{verb} {decision.target.name}: {decision.reason}"]

@@ -39,7 +39,7 @@ class Keeper:
         monotonic: Callable[[], float],
         output: str,
     ) -> None:
-        """Start it with *start* at the first :meth:`keep`; *output* says where its own output is."""
+        """Start it with *start* at the first :meth:`keep`; messages name *output* as its log."""
         self.process: subprocess.Popen[bytes] | None = None
         self.has_failed = False
         self._spool, self._start, self._output = spool, start, output

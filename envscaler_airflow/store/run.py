@@ -49,7 +49,7 @@ def spec_name(spec_hash: str) -> str:
 
 
 class Run(StoreView):
-    """One run: its folder as a store of its own, and what the parts of it say.
+    """One run: its folder as a store of its own, and the typed content of its files.
 
     Opening it neither reads nor writes. Every method raises StoreError if the store does not answer.
 

@@ -50,7 +50,7 @@ def host_source(volume: Volume) -> str:
 
 
 def mounted_paths(paths: Paths) -> list[tuple[str, str]]:
-    """``(option of mount_main.py, path)`` of what is mounted where the spec says."""
+    """``(option of mount_main.py, path)`` of mounts at the paths of the spec."""
     found = [("--bind", volume.mount_path) for volume in paths.volumes]
     found += [("--out", path) for path in paths.uploaded]
     return [(option, posixpath.normpath(path)) for option, path in found]
