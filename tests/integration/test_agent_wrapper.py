@@ -294,7 +294,7 @@ def test_a_training_that_ends_by_itself_when_asked_has_succeeded(node):
     assert node.status().ended.reason == "succeeded"
 
 
-def test_a_leave_whose_save_fails_is_told(node):
+def test_a_leave_whose_save_fails_is_reported(node):
     """A full disk: the owner gets the reason and the lines."""
     node.train(in_save="open('/dev/full', 'w').write('x' * 10**6)").ask("leave", align="step")
 

@@ -109,7 +109,7 @@ def test_airflow_starts_in_it_with_the_provider(image):
     assert found["user"] == 50000
 
 
-def test_its_size_is_told(image, capsys):
+def test_its_size_is_reported(image, capsys):
     """It has no compiler and no caches, and does not run as root."""
     user = buildah("inspect", "--type", "image", "--format", "{{.OCIv1.Config.User}}", image)
     size = int(run(image, "sh", "-c", "du -sbx / 2>/dev/null || true").split()[0])

@@ -76,7 +76,7 @@ def test_without_cgroups_an_rlimit_holds_and_is_said(tmp_path):
     assert "no cgroups: switched off" in node["limits"]
 
 
-def test_the_command_has_the_cpus_of_its_slice(tmp_path):
+def test_the_command_has_the_cpus_of_its_share(tmp_path):
     """cpu-1 is one CPU, in affinity and in the variables of the command."""
     ask = "import os; print(len(os.sched_getaffinity(0)), os.environ['ENVSCALER_CPUS'])"
 

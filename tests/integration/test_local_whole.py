@@ -177,7 +177,7 @@ def test_a_graceful_stop_lets_the_last_words_out(run):
     assert b"last words" in logs
 
 
-def test_a_command_that_does_not_exist_is_told(run):
+def test_a_command_that_does_not_exist_is_reported(run):
     """The wrapper, the store and the backend report it."""
     end = run.over(run.start("", command=("no-such-command",)))
 

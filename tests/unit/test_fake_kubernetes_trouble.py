@@ -184,7 +184,7 @@ def test_a_more_important_pod_takes_the_place_of_another(cluster):
     assert (urgent["spec"]["nodeName"], urgent["status"]["phase"]) == ("gpu-0", "Running")
 
 
-def test_a_kubelet_refuses_when_told(cluster):
+def test_a_kubelet_refuses_when_asked(cluster):
     """UnexpectedAdmissionError: Failed, without containers, without conditions."""
     cluster.node("node-0").reject_next("UnexpectedAdmissionError", "Allocate failed due to device lost")
 

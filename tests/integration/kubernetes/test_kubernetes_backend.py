@@ -217,7 +217,7 @@ def test_a_label_that_is_too_long_is_a_fault_of_the_request(cluster, connect):
     assert cluster.list(JOBS, "default") == []
 
 
-def test_an_image_that_is_gone_when_a_pod_is_made_again_is_told(cluster, connect):
+def test_an_image_that_is_gone_when_a_pod_is_recreated_is_reported(cluster, connect):
     """Hours after the start: pending because of an image that retrying will not bring."""
     backend = connect()
     handle = backend.submit(request_for())
@@ -288,7 +288,7 @@ def test_a_preempted_pod_is_made_again_and_the_attempt_goes_on(cluster, connect)
     running(backend, handle)
 
 
-def test_an_out_of_memory_is_told(cluster, connect):
+def test_an_out_of_memory_is_reported(cluster, connect):
     """From the kubelet's report."""
     backend = connect()
     handle = backend.submit(request_for())

@@ -122,7 +122,7 @@ def test_a_claim_that_does_not_exist_is_told_as_that(cluster, connect):
     eventually(lambda: cluster.list(JOBS, "default"), lambda left: left == [])
 
 
-def test_a_claim_that_is_not_bound_is_waited_for_and_then_told(cluster, stage):
+def test_a_claim_that_is_not_bound_is_waited_for_and_then_reported(cluster, stage):
     """A provisioner takes time; a volume that never comes fails the run with the scheduler's words (D4)."""
     cluster.do(lambda: setattr(cluster, "has_provisioner", False))
     run = stage(settings={"wait_for_node_s": 0, "wait_for_image_s": 300}, volumes=[{**CLAIM, "size": "1Gi"}])

@@ -91,7 +91,7 @@ def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
     assert call("status", f"{name}~").exit_code == 2
 
 
-def test_who_waits_for_a_run_without_an_owner_is_told(store):
+def test_who_waits_for_a_run_without_an_owner_is_warned(store):
     """Its lease is not renewed three times: the shell would wait for ever. Until then it waits."""
     now, looks = [0.0], []
     Run(store, BEGUN).events.append(1, NewOwner(reason="r"), actor=Actor("airflow"))
@@ -169,7 +169,7 @@ class TestOwners:
         assert shown_status(RunState(status=status, generation=1), presence) == shown
 
 
-def test_who_follows_a_run_that_no_owner_watches_is_told(call, store, monkeypatch):
+def test_who_follows_a_run_that_no_owner_watches_is_warned(call, store, monkeypatch):
     """It would wait for ever for the next line (F5)."""
     now = [0.0]
     monkeypatch.setattr(inspect_module.time, "monotonic", lambda: now[0])
@@ -243,7 +243,7 @@ def test_who_is_interrupted_before_the_run_is_theirs_stops_nobody(store, monkeyp
     assert Run(store, key).events.load().pending == ()
 
 
-def test_an_attempt_that_there_is_not_is_told(call):
+def test_an_attempt_that_there_is_not_is_reported(call):
     """An empty answer would look like a training that printed nothing."""
     got = call("logs", "third", "--attempt", "2")
 

@@ -100,7 +100,7 @@ def test_keys_and_endpoint_of_the_connection_are_used(connections):
         (["us-east-1"], "its extra is not a JSON object"),
     ],
 )
-def test_a_connection_that_lets_nobody_in_is_told(connections, monkeypatch, extra, words):
+def test_a_connection_that_lets_nobody_in_is_reported(connections, monkeypatch, extra, words):
     """By its id, also under *Test*."""
     connections["team"] = Connection(conn_id="team", conn_type="aws", extra=json.dumps(extra))
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")

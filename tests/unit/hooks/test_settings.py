@@ -188,7 +188,7 @@ def test_an_option_that_is_false_is_an_option(monkeypatch):
         ({"store_url": "s3://bucket/runs", "region_name": 5}, "cannot be opened with .*region_name"),
     ],
 )
-def test_an_extra_that_cannot_be_used_is_told(monkeypatch, extra, words):
+def test_an_extra_that_cannot_be_used_is_reported(monkeypatch, extra, words):
     """Under *Test*, and before a stage begins, with a clear message."""
     store_connection(monkeypatch, extra)
 

@@ -36,7 +36,7 @@ def test_who_keeps_the_output_open_keeps_nobody_waiting():
     assert lines == ["done"]
 
 
-def test_a_program_that_is_not_there_is_told(tmp_path):
+def test_a_program_that_is_not_there_is_reported(tmp_path):
     """No pipe is left open, which would be a warning."""
     with pytest.raises(BackendError, match="cannot be started"):
         stream_program([str(tmp_path / "none")], print, fifo=tmp_path / "output")

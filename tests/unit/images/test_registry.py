@@ -72,7 +72,7 @@ def test_a_version_never_changes(registry):
     assert registry.find("team/base@1.0.0").text == MODULE
 
 
-def test_of_two_publishers_at_once_one_wins_and_the_other_is_told(registry):
+def test_of_two_publishers_at_once_one_wins_and_the_other_is_informed(registry):
     """Eight threads, eight texts, one version: one entry, seven clear errors."""
 
     def publish(number: int) -> str | None:

@@ -68,7 +68,7 @@ def test_other_content_is_another_environment(stage, tmp_path):
 
 
 @pytest.mark.parametrize("absent", [venv_cache.READY, "bin/python"])
-def test_what_was_interrupted_or_lost_its_python_is_made_anew(stage, tmp_path, absent):
+def test_what_was_interrupted_or_lost_its_python_is_recreated(stage, tmp_path, absent):
     """Without its mark, or with a link to a removed Python, an environment counts as absent."""
     python = venv_cache.ensure(stage("greeting"), tmp_path / "cache")
     (python.parent.parent / absent).unlink()

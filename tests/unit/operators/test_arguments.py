@@ -87,7 +87,7 @@ def test_a_word_that_is_not_known_is_told_and_nothing_begins(world, argument, wo
 
 
 @pytest.mark.parametrize("given", ["tomorrow", timedelta(hours=4), 14400, ["4h"]])
-def test_a_deadline_that_is_neither_is_told(given):
+def test_a_deadline_that_is_neither_is_reported(given):
     """The message shows both forms, no matter which template, form or upstream task made the value."""
     with pytest.raises(SpecError, match="write '4h' or"):
         deadline_of(given)
@@ -229,7 +229,7 @@ def test_a_quantity_without_a_unit_is_a_field_of_text(world):
 
 
 @pytest.mark.parametrize(("deadline", "times"), [(None, 1), ("", 1), ("4h", 0)])
-def test_strategy_deadline_without_a_deadline_is_told(world, capsys, deadline, times):
+def test_strategy_deadline_without_a_deadline_is_reported(world, capsys, deadline, times):
     """Once, where the stage begins: the policy has no deadline to meet, and an hour has no value."""
     operator, ti = world.operator(strategy="deadline", deadline=deadline), Ti()
     world.execute(operator, ti)
@@ -238,7 +238,7 @@ def test_strategy_deadline_without_a_deadline_is_told(world, capsys, deadline, t
     assert capsys.readouterr().out.count("strategy 'deadline' is 'cost' here") == times
 
 
-def test_a_backend_of_another_type_is_told():
+def test_a_backend_of_another_type_is_reported():
     """A mapped value may be None."""
     with pytest.raises(SpecError, match="compute: got None, expected the name of a backend"):
         open_backend(None)

@@ -210,7 +210,7 @@ def test_the_end_says_what_it_cost(view):
         b'{"schema":"9.0","event":7}',
     ],
 )
-def test_a_position_that_cannot_be_read_begins_anew(view, text):
+def test_a_position_that_cannot_be_read_begins_again(view, text):
     """Repeated lines do no harm; a stage that fails because of its log does (F1)."""
     view.store.write(f"{PREFIX}/lease/log.json", text)
 

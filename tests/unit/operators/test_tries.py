@@ -346,7 +346,7 @@ def test_a_delivery_of_a_superseded_try_is_not_accepted(world, capsys):
     assert "a newer try owns the run" in capsys.readouterr().out
 
 
-def test_an_acceptance_that_cannot_be_written_is_told(world, monkeypatch, capsys):
+def test_an_acceptance_that_cannot_be_written_is_reported(world, monkeypatch, capsys):
     """The stage still succeeds (A4)."""
     operator = world.operator()
     world.execute(operator, Ti(1))

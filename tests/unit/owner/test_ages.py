@@ -51,7 +51,7 @@ def test_an_attempt_that_does_not_go_is_killed_though_its_watcher_changes(world)
     assert second.poll().kind == "overdue"
 
 
-def test_a_slice_in_between_begins_nothing_anew(world):
+def test_an_execution_in_between_restarts_no_age(world):
     """The owner checks repeatedly: the time keeps counting."""
     owner, waiting = stopping(world)
     for _ in range(3):

@@ -184,7 +184,7 @@ class TestFullStore:
         store.add("refuse", "write", times=None, error=StoreError("No space left on device"))
         return waiting, Waiting(Watching(0, 1, 1, handle=handle), "runs"), backend, handle, told
 
-    def test_the_end_of_the_training_is_still_seen_and_the_error_told(self, full):
+    def test_the_end_of_the_training_is_still_seen_and_the_error_reported(self, full):
         """The lease cannot be renewed; everything else is still observed."""
         waiting, watching, backend, handle, told = full
         backend.end(handle)

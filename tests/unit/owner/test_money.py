@@ -100,7 +100,7 @@ def test_what_earlier_attempts_cost_is_gone_from_the_budget(world):
     assert watch.poll().detail == "the budget is spent"
 
 
-def test_a_triggerer_that_restarts_does_not_begin_the_bill_anew(world):
+def test_a_triggerer_that_restarts_does_not_begin_the_bill_again(world):
     """The watch is restored from serialized arguments after 50 minutes; ten more and the budget is spent."""
     waiting = world.owner(budget_usd=0.05).enter()
     world.say()

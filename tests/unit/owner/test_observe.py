@@ -202,7 +202,7 @@ def test_a_query_is_asked_at_each_check_and_three_above_scale_out(tmp_path, ever
     }
 
 
-def test_a_server_that_is_away_makes_the_metric_unknown_and_the_count_begin_anew(tmp_path):
+def test_a_server_that_is_away_makes_the_metric_unknown_and_the_count_begin_again(tmp_path):
     """The sensor keeps the machine and records the reason; two checks after the outage are not yet three."""
     scene, server = Scene(tmp_path, QUERIED), Server()
     watcher = scene.watcher(server)

@@ -222,7 +222,7 @@ def test_an_attempt_that_was_changed_in_place_is_told_whole(store):
     ]
 
 
-def test_where_each_price_of_a_mixed_allocation_is_from_is_told(store):
+def test_where_each_price_of_a_mixed_allocation_is_from_is_reported(store):
     """An hour of one node on demand and one on spot, whose prices come from two price lists."""
     spot = {**NAMED, "capacity_type": "spot"}
     core = Offer(**NAMED, instance_type="cpu-1", usd_per_hour=0.36, price_source="the list")
@@ -247,7 +247,7 @@ def test_what_is_not_known_is_said_to_be(store):
     assert "What the money went to is not known yet." in text
 
 
-def test_the_parameters_that_a_run_was_made_with_are_told(store):
+def test_the_parameters_that_a_run_was_made_with_are_reported(store):
     """They come from its frozen spec; their text stays text (F14)."""
     begin(store)
     body = {"parameters": {"rate": 0.5, "note": "<b>x</b>"}}
@@ -270,7 +270,7 @@ def test_a_spec_that_cannot_be_read_hides_nothing_else(store, spec):
     assert "local/cpu-1" in text
 
 
-def test_the_newest_word_of_a_node_is_told(store):
+def test_the_newest_word_of_a_node_is_reported(store):
     """Step, speed, loss and GPUs."""
     begin(store)
     progress = Progress(step=7, total_steps=10, loss=0.25, samples_per_s=12.5)
@@ -285,7 +285,7 @@ def test_the_newest_word_of_a_node_is_told(store):
     assert "running, ok, step 7, cpu 80 %, gpu0 93 %" in text
 
 
-def test_how_far_a_transfer_is_is_told(store):
+def test_how_far_a_transfer_is_is_reported(store):
     """Beside the phase (F6)."""
     begin(store)
     moving = Transfer("restoring", "checkpoint 440", 12, 100)
@@ -473,7 +473,7 @@ def test_a_page_has_an_end(store, monkeypatch):
     assert "x" * (MOST_TEXT + 1) not in page
 
 
-def test_a_clear_begins_the_page_anew(store):
+def test_a_clear_begins_the_page_again(store):
     """The page shows and bills only attempts of the current generation."""
     log = begin(store)
     log.append_request(AttemptEnded(generation=1, attempt=1, outcome="failed"), actor=ACTOR)

@@ -106,7 +106,7 @@ def test_a_clear_after_an_accepted_delivery_begins_a_generation():
     assert kind(*DONE, DELIVERED, ACCEPTED, actor=CLEARED) == "begin"
 
 
-def test_a_new_generation_has_to_be_accepted_anew():
+def test_a_new_generation_has_to_be_accepted_again():
     """Acceptance of the previous generation does not apply to this one (A4)."""
     events = (*DONE, DELIVERED, ACCEPTED, begun(2, CLEARED))
     late = ("accepted", {"generation": 1})

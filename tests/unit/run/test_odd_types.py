@@ -204,7 +204,7 @@ def test_no_event_is_written_that_could_not_be_read():
 
 
 @given(st.data(), JSON)
-def test_a_control_with_any_json_in_it_is_told(data, odd):
+def test_a_control_with_any_json_in_it_is_reported(data, odd):
     """The sidecar reads it every few seconds (A8)."""
     body = json.loads(Control(candidates=("g1-step-00000100-a1",), checkpoint_every_s=5.0).to_json())
     put(body, data.draw(st.sampled_from(paths(body))), odd)
@@ -223,7 +223,7 @@ def leased(tmp_path_factory):
     return store, json.loads(store.read(f"run/{LEASE}"))
 
 
-def test_a_lease_with_odd_fields_is_told_and_begun_anew(leased):
+def test_a_lease_with_odd_fields_is_told_and_begun_again(leased):
     """Each field, of each odd type, and numbers beyond the range of a float (A8)."""
     store, body = leased
     texts = []

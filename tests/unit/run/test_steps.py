@@ -310,7 +310,7 @@ class TestHopeless:
 
         assert next_action(state, Facts(backoff_is_over=True)).kind == "fail"
 
-    def test_a_clear_starts_the_counting_anew(self):
+    def test_a_clear_starts_the_counting_again(self):
         """The user fixed something and cleared: five more chances."""
         steps = [s for n in range(1, 6) for s in life("lost", n, step=3)]
         state = run(begun(), *steps, ("failed", {"generation": 1}), ("owner", {}, CLEARED))

@@ -111,7 +111,7 @@ def test_a_move_must_have_been_wanted_for_the_window():
     assert then.reason.endswith("but it is wanted for 59 s of 60 s")
 
 
-def test_a_wish_that_breaks_off_begins_anew():
+def test_a_wish_that_breaks_off_begins_again():
     """One check without a status of the stage resets the window."""
     patient = Policy(stabilization_s=60)
     first = decide(replace(SEEN, elapsed_s=0), patient)

@@ -147,7 +147,7 @@ def test_no_work_has_no_ratio_to_its_optimum(tmp_path):
     assert "over_optimum" not in summary
 
 
-def test_what_is_drawn_is_the_job_that_is_told(tmp_path, monkeypatch):
+def test_what_is_drawn_is_the_job_that_is_described(tmp_path, monkeypatch):
     """With changing prices: the cost under the plot is that of the report."""
     drawn = []
     monkeypatch.setattr(reports, "_save", lambda figure, _path: drawn.append(figure.axes[-1].get_xlabel()))

@@ -45,7 +45,7 @@ def calls(store):
 
 @pytest.mark.parametrize("call", sorted(calls(None)))
 @pytest.mark.parametrize("left", ["nothing", "an empty folder"])
-def test_a_folder_that_went_away_gives_no_answer_and_is_not_made_anew(store, folder, tmp_path, call, left):
+def test_a_folder_that_went_away_gives_no_answer_and_is_not_made_again(store, folder, tmp_path, call, left):
     """Renamed, or unmounted so that the bare mount point shows; afterwards everything is unchanged."""
     folder.rename(tmp_path / "away")
     if left == "an empty folder":

@@ -163,7 +163,7 @@ def test_a_store_whose_clock_was_set_is_followed():
     assert dates.now() == 5_000.0
 
 
-def test_an_old_date_is_asked_for_anew():
+def test_an_old_date_is_asked_for_again():
     """A machine may have slept (A6)."""
     clock = ManualClock(monotonic=100.0)
     dates = StoreDates(clock.monotonic)

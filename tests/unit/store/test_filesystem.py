@@ -13,7 +13,7 @@ def weak(tmp_path):
     return open_store(f"local://{tmp_path}/store")
 
 
-def test_the_strength_of_create_is_told(weak):
+def test_the_strength_of_create_is_reported(weak):
     """In memory and the large object stores only one wins; for others, the file is checked and read back."""
     assert open_store("memory://strength").create_is_atomic
     assert not weak.create_is_atomic

@@ -100,7 +100,7 @@ def test_a_lease_that_stands_still_ages_by_the_watchers_clock():
     assert watch.unchanged_s == 180
 
 
-def test_any_change_begins_anew():
+def test_any_change_begins_again():
     """The counter, or a lease of the same number from another owner."""
     clock = Clock()
     watch = watch_of(clock)

@@ -76,7 +76,7 @@ def test_a_table_follows_what_the_watch_says():
     assert table.version == "9"
 
 
-def test_an_old_version_is_listed_anew():
+def test_an_old_version_is_listed_again():
     """HTTP 200 and one ERROR event, as a real server sends it."""
     expired = {"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}
     server = Server([[body("a", 1)], [body("b", 2)]], [[expired], []])
@@ -194,7 +194,7 @@ def test_a_server_in_trouble_is_asked_less_and_less(monkeypatch, error, waits):
     assert fail.times == len(waits)
 
 
-def test_a_watch_that_ends_in_a_way_nobody_foresaw_is_begun_anew(monkeypatch):
+def test_a_watch_that_ends_in_a_way_nobody_foresaw_is_begun_again(monkeypatch):
     """Its view is closed, so that the next check makes another; otherwise no stage would get news again."""
     view = View(Server([], []), "default", monotonic=lambda: 0.0)
     monkeypatch.setattr(view, "round", Failing(KeyError("resourceVersion")))

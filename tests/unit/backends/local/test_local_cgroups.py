@@ -107,7 +107,7 @@ def test_without_rights_anywhere_there_is_none_and_it_is_said(system, tmp_path):
     assert said.startswith("memory 67108864 bytes by rlimit, 1.5 CPUs by affinity; no group in")
 
 
-def test_a_system_without_cgroups_has_no_cage(tmp_path):
+def test_a_system_without_cgroups_has_no_cgroup_scope(tmp_path):
     """No /proc means neither a cgroup scope nor an error."""
     scope = build_scope("one", LIMITS, proc=tmp_path / "absent")
 

@@ -221,7 +221,7 @@ def test_a_bare_spec_needs_no_paths():
     assert node["layout"]["checkpoint_path"] is None
 
 
-def test_a_limit_above_the_slice_is_the_slice():
+def test_a_limit_above_the_share_is_the_share():
     """A neighbour's memory is not available to promise."""
     spec = {"resources": {"limits": {"memory": "64Gi"}}}
 
