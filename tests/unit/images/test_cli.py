@@ -154,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_one_message(call, tmp_path, output, r
 
 def test_what_a_reader_leaves_unread_is_no_error_of_ours(call, monkeypatch):
     """A closed pipe, as with ``| head``, is left to click."""
-    monkeypatch.setattr("envscaler_airflow.cli.validate.load_with_sources", closed_pipe)
+    monkeypatch.setattr("envscaler_airflow.cli.specs.load_with_sources", closed_pipe)
 
     got = call("validate")
 
