@@ -59,7 +59,7 @@ class Record:
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
         """Read what :meth:`to_dict` wrote; unknown fields are ignored.
 
-        What is no text in UTF-8, such as a byte of a file's name, is read as "?".
+        What is not text in UTF-8, such as a byte of a file's name, is read as "?".
 
         Raises:
             ValueError: A field is missing, of another type, or out of range.

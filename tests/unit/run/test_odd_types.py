@@ -191,7 +191,7 @@ def test_an_error_names_the_field_and_what_was_there():
 
 
 def test_a_text_that_is_no_utf_8_is_written_and_read():
-    """The name of a file may be any bytes, and Python shows one that is no UTF-8 as half a character."""
+    """The name of a file may be any bytes, and Python shows one that is not UTF-8 as half a character."""
     body = AttemptEnded(generation=1, attempt=1, outcome="failed", detail="caf\udce9.bin is a pipe")
     text = Event(1, body).to_json()
     assert Event.from_json(text, where="x").body == replace(body, detail="caf?.bin is a pipe")
