@@ -84,7 +84,7 @@ def wrapped(spool: Path, *command: str, sample_interval_s: float = 1.0) -> list[
     """A command under the agent, with its spool folder created."""
     spool.mkdir(parents=True)
     session = {"sample_interval_s": sample_interval_s}
-    start = {"schema": "1.0", "session": session}
+    start = {"schema": "2.0", "session": session}
     (spool / "start.json").write_text(json.dumps(start), encoding="utf-8")
     agent = [sys.executable, "-m", "envscaler_agent", "run", "--spool", str(spool)]
     return [*agent, "--", *command]

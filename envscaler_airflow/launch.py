@@ -136,7 +136,7 @@ class Launch:
         resources: What one node requests, with the attempt's own memory and CPUs.
         image: The spec's image; None: the deployment's.
         image_login: Credentials of the image's registry.
-        most_nodes: Most nodes that an elastic launch may have while it runs; None: their number is fixed.
+        max_nodes: Most nodes that an elastic launch may have while it runs; None: their number is fixed.
         processes_per_node: Processes that the launcher starts on each node.
         session: Settings of the training's side.
         keep: Checkpoints to keep.
@@ -150,7 +150,7 @@ class Launch:
     resources: Resources = field(default_factory=Resources)
     image: str | None = None
     image_login: Reference | None = None
-    most_nodes: int | None = None
+    max_nodes: int | None = None
     processes_per_node: int = 1
     session: SessionSettings = field(default_factory=SessionSettings)
     keep: int = KEEP
@@ -211,7 +211,7 @@ def launch_of(spec: EnvSpec, nodes: int, *, workdir_archive: str | None = None) 
         resources=spec.resources,
         image=None if base is None else base.image,
         image_login=login,
-        most_nodes=spec.node_bounds.max if distributed is not None and distributed.elastic else None,
+        max_nodes=spec.node_bounds.max if distributed is not None and distributed.elastic else None,
         processes_per_node=spec.processes_per_node,
         session=SessionSettings.of(spec),
         keep=KEEP if spec.checkpoint is None else spec.checkpoint.keep,

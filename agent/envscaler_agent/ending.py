@@ -13,7 +13,7 @@ from typing import List, Optional, Sequence, Tuple
 
 from envscaler_agent.protocol import Ended
 
-EXIT_LEFT = 85
+EXIT_DRAINED = 85
 """Wrapper: drained: checkpointed and exited. Chosen outside sysexits (64-78) and shells (126-165)."""
 EXIT_ORPHANED = 86
 """Wrapper: the owner's lease did not change for ``orphan_after``; checkpointed and exited. Chosen the same
@@ -26,7 +26,7 @@ EXIT_SETUP_FAILED = 88
 EXIT_NOT_FOUND = 127
 """The command does not exist; the exit code that shells use."""
 EXIT_CODES = {
-    "left": EXIT_LEFT,
+    "drained": EXIT_DRAINED,
     "orphaned": EXIT_ORPHANED,
     "stopped": EXIT_STOPPED,
     "setup-failed": EXIT_SETUP_FAILED,
@@ -54,10 +54,10 @@ class Ask:
     """The request of the owner, or of a signal to the wrapper.
 
     Attributes:
-        action: ``leave`` or ``stop``.
+        action: ``drain`` or ``stop``.
         at: When it was seen, seconds of the wrapper's clock.
         align_timeout_s, grace_s, reason, sequence: As in Control; sequence is -1 for a signal.
-        was_leaving: True for a signal that came after the owner's request to drain.
+        was_draining: True for a signal that came after the owner's request to drain.
     """
 
     action: str
@@ -66,14 +66,14 @@ class Ask:
     grace_s: float = 30.0
     reason: str = ""
     sequence: int = -1
-    was_leaving: bool = False
+    was_draining: bool = False
 
     @property
     def outcome(self) -> str:
-        """``left``, ``stopped`` or ``orphaned``: the reason that the end will have."""
+        """``drained``, ``stopped`` or ``orphaned``: the reason that the end will have."""
         if self.reason.startswith(ORPHANED):
             return "orphaned"
-        return "left" if self.action == "leave" or self.was_leaving else "stopped"
+        return "drained" if self.action == "drain" or self.was_draining else "stopped"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def due_signal(ask: Ask, now: float, facts: Facts) -> Optional[str]:
 def _schedule(ask: Ask, facts: Facts) -> Tuple[float, float]:
     if facts.cooperates:
         began = ask.at
-        if ask.action == "leave":
+        if ask.action == "drain":
             began += ask.align_timeout_s
             if facts.saving_since is not None:
                 began = min(began, facts.saving_since)
@@ -181,10 +181,10 @@ class End:
 
     Attributes:
         code: As in ``subprocess``: the exit code, or minus the signal.
-        asked: ``left``, ``stopped`` or ``orphaned`` when it was asked to stop, else None.
+        asked: ``drained``, ``stopped`` or ``orphaned`` when it was asked to stop, else None.
         signalled: True when the wrapper had sent SIGTERM or SIGKILL before.
         wrapper_signalled: True when a signal came to the wrapper itself, and so perhaps the command too.
-        session_left: True when a Session saved and reported that it stops.
+        session_drained: True when a Session saved and reported that it stops.
         step, total_steps: Last step that it reported, and the number of all its steps; None when unknown.
         needs_all_steps: True when the spec says ``success: all-steps``.
         oom_kills: Kills by the out-of-memory killer in its cgroup while it ran.
@@ -194,7 +194,7 @@ class End:
     asked: Optional[str] = None
     signalled: bool = False
     wrapper_signalled: bool = False
-    session_left: bool = False
+    session_drained: bool = False
     step: Optional[int] = None
     total_steps: Optional[int] = None
     needs_all_steps: bool = False
@@ -233,10 +233,10 @@ def tell_end(end: End, last_lines: Sequence[str]) -> Tuple[Ended, int]:
 
 
 def _reason(end: End, last_lines: Sequence[str]) -> Tuple[str, str]:
-    if end.code == 0 and not (end.is_cut_short or end.session_left):
+    if end.code == 0 and not (end.is_cut_short or end.session_drained):
         return _success(end)
-    if end.session_left or _went(end):
-        return end.asked or "left", _how_it_went(end)
+    if end.session_drained or _went(end):
+        return end.asked or "drained", _how_it_went(end)
     error = final_error(last_lines)
     if end.oom_kills and not (error and _OF_THE_CODE.match(error[0])):
         return "out-of-memory", "the out-of-memory killer ended it: more memory was used than its limit"
@@ -264,12 +264,12 @@ def _success(end: End) -> Tuple[str, str]:
 
 def _went(end: End) -> bool:
     is_signalled = end.signalled or end.wrapper_signalled
-    return end.asked is not None and (is_signalled or end.code in (0, EXIT_LEFT, EXIT_STOPPED))
+    return end.asked is not None and (is_signalled or end.code in (0, EXIT_DRAINED, EXIT_STOPPED))
 
 
 def _how_it_went(end: End) -> str:
-    if end.session_left:
-        return "saved and left"
+    if end.session_drained:
+        return "saved and stopped"
     if end.code == 0 and end.is_done is False:
         return f"ended when asked, at step {end.step:,} of {end.total_steps:,}"
     return "ended when asked"

@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Uni
 from envscaler_agent import __version__
 from envscaler_agent.errors import ProtocolError
 
-SCHEMA = "1.0"
+SCHEMA = "2.0"
 """``major.minor``. Readers accept this and the previous minor, and ignore unknown fields."""
 
 MAX_JSON_BYTES = 1 << 20
@@ -27,12 +27,12 @@ MAX_JSON_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 25
 """Largest manifest that is read, bytes. Chosen: 100,000 files with hashes and paths of 150 characters."""
 
-ACTIONS = ("hold", "run", "checkpoint", "leave", "stop")
+ACTIONS = ("hold", "run", "checkpoint", "drain", "stop")
 """The requests of a control: wait until the candidates are listed, continue, save now and continue, save and
-exit with EXIT_LEFT, exit within the grace.
+exit with EXIT_DRAINED, exit within the grace.
 """
 ALIGNMENTS = ("now", "step", "epoch")
-PHASES = ("setup", "restoring", "running", "checkpointing", "leaving", "uploading", "ended")
+PHASES = ("setup", "restoring", "running", "checkpointing", "draining", "uploading", "ended")
 """Phases of one node of one attempt. ``uploading``: the command has ended, outputs are being uploaded."""
 HEALTHS = ("ok", "stalled")
 
@@ -166,7 +166,13 @@ def check_schema(schema: object, *, where: str) -> None:
         ProtocolError: Names both versions.
     """
     ours = SCHEMA.split(".", 1)[0]
-    if not isinstance(schema, str) or schema.split(".", 1)[0] != ours:
+    major = schema.split(".", 1)[0] if isinstance(schema, str) else None
+    if major == "1":
+        raise ProtocolError(
+            f"{where}: was written by an unreleased 0.1.0 of envscaler-airflow (schema {schema}), which this "
+            f"version (schema {SCHEMA}) does not read; start a new run, or use another store folder"
+        )
+    if major != ours:
         raise ProtocolError(
             f"{where}: schema {schema!r}, this side uses {SCHEMA} (envscaler {__version__}); install one "
             "version of envscaler-airflow, sidecar image and envscaler-agent"
@@ -280,10 +286,10 @@ class Control(Message):
     Attributes:
         sequence: Grows with every write; a node acknowledges it in its status.
         action: One of :data:`ACTIONS`.
-        align: When ``checkpoint`` and ``leave`` are executed: ``now`` means the next step boundary without
+        align: When ``checkpoint`` and ``drain`` are executed: ``now`` means the next step boundary without
             further waiting, ``step`` the same, ``epoch`` the end of an epoch.
         align_timeout_s: Longest wait for the alignment, seconds; then the next step boundary.
-        grace_s: Seconds from the request to a kill, for ``leave`` after the alignment and for ``stop``.
+        grace_s: Seconds from the request to a kill, for ``drain`` after the alignment and for ``stop``.
         reason: Shown to users.
         candidates: Checkpoint folder names that node 0 may resume from, best first; what earlier attempts
             write later does not count. Checkpoints of this attempt may also be used. None until the owner has
@@ -383,7 +389,7 @@ class Ended(Message):
     Attributes:
         exit_code: 0 to 255; None when a signal ended it.
         signal: Signal number; None when it exited.
-        reason: ``succeeded``, ``left``, ``stopped``, ``orphaned``, ``failed``, ``not-found``,
+        reason: ``succeeded``, ``drained``, ``stopped``, ``orphaned``, ``failed``, ``not-found``,
             ``setup-failed``, ``out-of-memory``, ``cuda-out-of-memory``, ``killed``, ``disk-full``.
         detail: One human-readable line.
         last_lines: Last lines of its output, secrets masked, at most 100.
@@ -402,7 +408,7 @@ class Ended(Message):
 
 END_REASONS = (
     "succeeded",
-    "left",
+    "drained",
     "stopped",
     "orphaned",
     "failed",
@@ -421,13 +427,13 @@ class Transfer(Message):
     """What the sidecar moves between its node and a store, and its progress.
 
     Attributes:
-        doing: ``uploading``, ``restoring`` or ``fetching``.
+        activity: ``uploading``, ``restoring`` or ``fetching``.
         name: What is moved, such as ``checkpoint 440`` or ``output model``.
         done_bytes: Bytes moved so far.
         total_bytes: Bytes to move in all.
     """
 
-    doing: str = ""
+    activity: str = ""
     name: str = ""
     done_bytes: int = 0
     total_bytes: int = 0

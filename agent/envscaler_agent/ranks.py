@@ -11,7 +11,7 @@ others follow:
 - :class:`Collective`: ranks on other nodes too. All ranks call a function of the user (a broadcast of rank
   0's integer) at the same steps.
 - :class:`Scheduled`: ranks on other nodes and no such function. Only saves that every rank can compute alone
-  are made: every n steps or epochs. A request to leave is ignored.
+  are made: every n steps or epochs. A request to drain is ignored.
 
 The ranks of a node share the folder of one save. The first rank completes it after all have acknowledged.
 """
@@ -27,8 +27,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 from envscaler_agent.errors import CheckpointError
 from envscaler_agent.spool import Watched, write_json
 
-NOTHING, SAVE, LEAVE, STOP = range(4)
-"""What is decided for a step: continue, save, save and leave, save and stop."""
+NOTHING, SAVE, DRAIN, STOP = range(4)
+"""What is decided for a step: continue, save, save and exit for a drain, save and stop."""
 LEAD_STEPS = 1
 """How far ahead rank 0 names the step. Ranks that reduce gradients in each step are never further apart."""
 WAIT_S = 1800.0

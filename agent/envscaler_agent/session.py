@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, Optional, Type, 
 from envscaler_agent import ranks as rk
 from envscaler_agent import saving
 from envscaler_agent import spool as ex
-from envscaler_agent.ending import EXIT_LEFT, EXIT_STOPPED
+from envscaler_agent.ending import EXIT_DRAINED, EXIT_STOPPED
 from envscaler_agent.errors import CheckpointError, ProtocolError
 from envscaler_agent.progress import SLOW_PHASES, Rate
 from envscaler_agent.protocol import Control, checkpoint_name
@@ -58,9 +58,9 @@ uploaded and a newer one.
 LOCAL_EVERY: Mapping[str, float] = {"seconds": 600}
 """Interval of periodic saves with ``local_dir`` and without a spool. Chosen: as ``checkpoint.every: 10m``."""
 GIVEN_UP = "the first rank gave it up"
-_EXITS = {rk.LEAVE: EXIT_LEFT, rk.STOP: EXIT_STOPPED}
+_EXITS = {rk.DRAIN: EXIT_DRAINED, rk.STOP: EXIT_STOPPED}
 _COUNTS = {"step", "epoch", "total_steps", "epochs", "samples", "tokens", "batch", "repeated_samples"}
-_WANTS = {"checkpoint": rk.SAVE, "leave": rk.LEAVE, "stop": rk.STOP}
+_WANTS = {"checkpoint": rk.SAVE, "drain": rk.DRAIN, "stop": rk.STOP}
 
 
 class Session:
@@ -359,20 +359,20 @@ class Session:
             self._delay_retry(now)
             self._warn(f"checkpoint at step {self.steps} failed, the one before stays: {problem}")
         if not goes or (problem is not None and self._may_try_again(what, problem)):
-            self._state["leaving"] = False
+            self._state["draining"] = False
             self._write(now)
             return problem is None
-        if problem is not None and what == rk.LEAVE:
+        if problem is not None and what == rk.DRAIN:
             self._write(now)
             raise CheckpointError(f"asked to stop at step {self.steps}, but the save failed: {problem}")
-        self._state["left"] = True
+        self._state["drained"] = True
         self._loss_at = -math.inf
         self._write(now)
         raise SystemExit(_EXITS[what])
 
     def _may_try_again(self, what: int, problem: str) -> bool:
         """True when a drain failed for reasons other than a failed save of this node's first rank."""
-        return what == rk.LEAVE and (problem == GIVEN_UP or rk.ELSEWHERE in problem)
+        return what == rk.DRAIN and (problem == GIVEN_UP or rk.ELSEWHERE in problem)
 
     def _delay_retry(self, now: float) -> None:
         seconds = self._every.get("seconds")
@@ -388,7 +388,7 @@ class Session:
         name = checkpoint_name(self._start.generation, self.steps, self._start.attempt)
         began = self._clock()
         is_taken = saving.is_taken(checkpoints, name)
-        self._state.update(saving=True, leaving=what in _EXITS)
+        self._state.update(saving=True, draining=what in _EXITS)
         self._write(began)
         problem = None if is_taken else self._call(save, saving.partial_folder(checkpoints, name))
         try:

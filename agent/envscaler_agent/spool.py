@@ -233,8 +233,8 @@ class SessionReport(Message):
         cooperates: True once ``Session.checkpoint`` was called: it handles a drain by itself.
         saves: True when ``Session.checkpoint`` saves periodically: the sidecar need not copy files.
         saving: True while a checkpoint is being saved.
-        leaving: True from the moment it saves for a drain.
-        left: True when it saved and exited, with any exit code of the launcher.
+        draining: True from the moment it saves for a drain.
+        drained: True when it saved and exited, with any exit code of the launcher.
         saved_step: Step of the newest complete save of this attempt.
         last_save_s: Seconds that it took.
         at, first_step_at: When this was written and the first step was done, monotonic clock of the machine.
@@ -245,8 +245,8 @@ class SessionReport(Message):
     cooperates: bool = False
     saves: bool = False
     saving: bool = False
-    leaving: bool = False
-    left: bool = False
+    draining: bool = False
+    drained: bool = False
     saved_step: Optional[int] = None
     last_save_s: Optional[float] = None
     at: Optional[float] = None

@@ -320,7 +320,7 @@ class Wrapper:
             self._note(str(err))  # keep running, refuse to move
             return
         self._reporter.set(control_sequence=control.sequence)
-        if control.action in ("leave", "stop"):
+        if control.action in ("drain", "stop"):
             if self._ask is None or self._ask.action != control.action or self._ask.sequence < 0:
                 self._ask = Ask(
                     control.action,
@@ -365,9 +365,9 @@ class Wrapper:
                 self._kill(command, signal.SIGKILL)  # Ctrl-C twice
             elif self._ask is None or self._ask.action != "stop":
                 name = signal.Signals(number).name
-                leaving = self._ask is not None
+                draining = self._ask is not None
                 reason = self._ask.reason if self._ask is not None else f"{name} to the wrapper"
-                self._ask = Ask("stop", now, 0.0, self._options.grace_s, reason, was_leaving=leaving)
+                self._ask = Ask("stop", now, 0.0, self._options.grace_s, reason, was_draining=draining)
                 self._forward_stop()
         self._signals.clear()
 
@@ -381,7 +381,7 @@ class Wrapper:
     def _press(self, now: float, command: subprocess.Popen[bytes]) -> None:
         if self._ask is None:
             return
-        if self._report.leaving and self._saving_since is None:
+        if self._report.draining and self._saving_since is None:
             self._saving_since = now
         facts = Facts(
             cooperates=self._report.cooperates,
@@ -408,7 +408,7 @@ class Wrapper:
 
     def _phase(self) -> str:
         if self._ask is not None:
-            return "leaving"
+            return "draining"
         return "checkpointing" if self._report.saving else "running"
 
     # -- after it ----------------------------------------------------------------------------
@@ -466,7 +466,7 @@ class Wrapper:
             asked=asked,
             signalled=self._term_at is not None,
             wrapper_signalled=is_signalled,
-            session_left=self._report.left,
+            session_drained=self._report.drained,
             step=self._progress.step,
             total_steps=self._progress.total_steps,
             needs_all_steps=self._start.success == "all-steps",

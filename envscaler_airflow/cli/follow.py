@@ -20,7 +20,7 @@ from rich.text import Text
 
 from envscaler_agent.protocol import Status
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.owner.report import run_bill, why_ended
+from envscaler_airflow.owner.report import outcome_text, run_bill
 from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.run import AttemptState, RunState, fold
 from envscaler_airflow.run.narration import describe, resumed, transfer_text
@@ -174,7 +174,7 @@ class StageFollower:
 def moves(state: RunState) -> list[tuple[AttemptState, AttemptState]]:
     """Each move that was carried out: the attempt that left and the one that took over."""
     pairs = itertools.pairwise(state.attempts_of(state.generation))
-    return [(left, came) for left, came in pairs if why_ended(left) == "moved"]
+    return [(left, came) for left, came in pairs if outcome_text(left) == "moved"]
 
 
 EVERY_S = 5.0
@@ -260,12 +260,12 @@ _PHASES = {
     "restoring": "restoring a checkpoint",
     "running": "runs, no step so far",
     "checkpointing": "saving",
-    "leaving": "saving, then stopping",
+    "draining": "saving, then stopping",
     "uploading": "storing outputs",
     "ended": "ended",
 }
 """What a node does, as shown."""
-_SLOW = ("checkpointing", "leaving", "uploading")
+_SLOW = ("checkpointing", "draining", "uploading")
 """Phases that are shown beside the step."""
 
 

@@ -38,7 +38,7 @@ from envscaler_airflow.store.run import Run
 @store_option
 def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
     """Explain why the policy of RUN kept or moved it, with the numbers."""
-    found = list(read_decisions(find_run(store, run)))
+    found = list(read_decisions(followed(store, run)[0]))
     if not found:
         why = "no scaling check is recorded: the stage has no ScalingSensor, or it has not looked yet"
         click.echo(why, err=as_json)

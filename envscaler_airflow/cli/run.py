@@ -101,7 +101,8 @@ def run(
     spec = replace(source, inputs=source.inputs or {}).to_run(target)
     refuse_own_secrets(spec)
     key = _key(store, spec, options["name"])
-    if options["restore_from"] and (options["fresh"] or _begins(store, key)):
+    begins = _begins(store, key)  # before anything is written: it refuses a folder of another major version
+    if options["restore_from"] and (options["fresh"] or begins):
         _check_origin(options["restore_from"])
     lock = find_lock(options["locked"], store) if options["locked"] else None
     if target == "docker":

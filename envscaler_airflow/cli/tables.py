@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envscaler_agent.protocol import Status
-from envscaler_airflow.owner.report import Report, why_ended
+from envscaler_airflow.owner.report import Report, outcome_text
 from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.run import RunState
 from envscaler_airflow.run.cost import Bill
@@ -130,7 +130,7 @@ def print_run(
             str(attempt.number),
             attempt.allocation.name,
             number(attempt.allocation.usd_per_hour, ".4f"),
-            why_ended(attempt) or attempt.phase,
+            outcome_text(attempt) or attempt.phase,
             _shown(attempt.step),
             printable(attempt.reason),
         )
@@ -173,7 +173,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
             _cost(line.usd, line.least_usd).replace("$", ""),
             _shown(line.steps),
             _shown(line.lost_steps),
-            line.use.why_ended or "runs",
+            line.use.outcome or "runs",
         )
     console.print(table)
     _print_pauses(console, bill)
@@ -194,7 +194,7 @@ def _print_pauses(console: Console, bill: Bill) -> None:
     table = _table("BETWEEN", "WHY", "SECONDS", "PARTS", title="Pauses")
     for pause in bill.pauses:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in pause.parts.items())
-        table.add_row(f"a{pause.before} and a{pause.after}", pause.why, number(pause.total_s, ".1f"), parts)
+        table.add_row(f"a{pause.before} and a{pause.after}", pause.cause, number(pause.total_s, ".1f"), parts)
     console.print(table)
 
 

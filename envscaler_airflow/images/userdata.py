@@ -234,7 +234,7 @@ def _container_script(launch: Launch, image: str, nodes: int) -> str:
         options.append(f"--volume={_host_path(volume)}:{volume.mount_path}{mode}")
     mounted = {volume.mount_path for volume in paths.volumes}
     options += [f"--volume={path}:{path}" for path in paths.outputs.values() if path not in mounted]
-    if nodes > 1 or launch.most_nodes is not None:
+    if nodes > 1 or launch.max_nodes is not None:
         options += ["--env=ENVSCALER_NODE", "--env=ENVSCALER_RENDEZVOUS"]
     if not launch.command:
         command = shlex.join(["docker", "run", *options, image])

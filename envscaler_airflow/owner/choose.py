@@ -215,10 +215,10 @@ def memory_cap_bytes(spec: EnvSpec, offers: Sequence[Offer]) -> int | None:
     return min(cap, largest)
 
 
-def refused_by(attempt: AttemptState, never_came: Iterable[int]) -> tuple[Offer, ...]:
+def refused_by(attempt: AttemptState, missing_nodes: Iterable[int]) -> tuple[Offer, ...]:
     """Return the offers of the nodes that never started; all of the attempt's if none is named."""
     parts = attempt.allocation.parts
-    nodes = set(never_came)
+    nodes = set(missing_nodes)
     named = [
         part.offer for part in parts if nodes & set(range(part.first_rank, part.first_rank + part.nodes))
     ]

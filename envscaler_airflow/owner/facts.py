@@ -120,7 +120,7 @@ def spent_usd(state: RunState, backend: Backend, *, now: float) -> float | None:
     """
     total = 0.0
     for attempt in state.attempts_of(state.generation):
-        part = None if attempt.end.usage_is_least else attempt.end.usd
+        part = None if attempt.end.usage_is_lower_bound else attempt.end.usd
         if attempt.is_live or may_be_held(attempt):
             part = usd_of(attempt, usage_of(backend, attempt), now=now)
         if part is None:
@@ -143,7 +143,7 @@ def move_pauses_s(state: RunState) -> list[float]:
     """Pauses of this generation's moves, request to first step, as far as the events show, seconds."""
     pauses = []
     for before, after in pairwise(state.attempts_of(state.generation)):
-        if before.stop_why != "move" or before.stopping_at is None or after.started_at is None:
+        if before.stop_reason != "move" or before.stopping_at is None or after.started_at is None:
             continue
         known = (after.end.setup_s or 0.0) + (after.end.first_step_s or 0.0)
         pauses.append(max(0.0, after.started_at - before.stopping_at) + known)

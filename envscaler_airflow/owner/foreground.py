@@ -228,7 +228,7 @@ def _asked(run: Run, ti_id: str, try_number: int | None) -> Actor | None:
         owner = state.owner
         if not owns(owner, ti_id, try_number) or state.status != "active" or state.unknown:
             return None
-        if state.live is not None and outcome_of(state.live.stop_why).is_final:
+        if state.live is not None and outcome_of(state.live.stop_reason).is_final:
             return owner
         if any(isinstance(request.body, StopRequested) for request in state.pending):
             return owner

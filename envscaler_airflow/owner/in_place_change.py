@@ -253,7 +253,7 @@ def change(owned: OwnedRun, state: RunState, action: Action) -> RunState | Waiti
         return _waiting_for_change(owned, state, got)
     reason = f"{change.reason}; {got.reason}" if got.reason else change.reason
     if got.state == "move":
-        moved = replace(action, why="move", reason=reason)
+        moved = replace(action, stop_reason="move", reason=reason)
         body = stop.stop_event(owned, state, moved, owned.spec(state).checkpoint_align, change.target)
         return stop.record_stop(owned, state, body)
     key: dict[str, Any] = {"generation": live.generation, "attempt": live.number, "kind": change.kind}

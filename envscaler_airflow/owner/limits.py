@@ -28,7 +28,7 @@ GRACE_FACTOR = 2.0
 """Grace as a multiple of a checkpoint's measured seconds. Chosen: a save during log uploads takes longer."""
 LEAVE_STEPS = 13.0
 """Grace as a multiple of a step's measured seconds. Source: ranks on several nodes agree at every tenth step
-(``agent.session.AGREE_EVERY``), and SIGTERM comes after four fifths of it (``agent.leaving.TERM_SHARE``)."""
+(``agent.session.AGREE_EVERY``), and SIGTERM comes after four fifths of it (``agent.ending.TERM_SHARE``)."""
 CHECKPOINT_S = 10.0
 """Pause for a checkpoint before one was measured, seconds. Chosen: some gigabytes to a local disk."""
 DRAIN_S = 30.0

@@ -54,12 +54,12 @@ def answer(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     if way == "rescale" and (not is_last or in_place_change.has_session(owned, live)):
         way = "move"  # only the last nodes can be removed without restarting the rest
     answer |= {"generation": live.generation, "attempt": live.number}
-    answer |= {"target": verdict.target, "leaving": drained or None}
+    answer |= {"target": verdict.target, "nodes_to_drain": drained or None}
     if way == "next-start":
         return owned.append(state, MoveDeferred(**answer, kind=way))
     if way != "move":
         return owned.append(state, ChangeIntended(**answer, kind=way))
-    stopping = stop.stop_event(owned, state, replace(action, why="move"), spec.checkpoint_align)
+    stopping = stop.stop_event(owned, state, replace(action, stop_reason="move"), spec.checkpoint_align)
     accepted = MoveAccepted(**answer, align=stopping.align, grace_s=stopping.grace_s)
     return stop.record_stop(owned, state, accepted)
 

@@ -454,7 +454,7 @@ def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:
 def _moves(state: RunState) -> int:
     """Count the moves carried out, including those in place."""
     attempts = state.attempts_of(state.generation)
-    left = sum(attempt.stop_why == "move" and not attempt.is_live for attempt in attempts)
+    left = sum(attempt.stop_reason == "move" and not attempt.is_live for attempt in attempts)
     return left + sum(len(attempt.earlier) for attempt in attempts)
 
 
@@ -466,7 +466,7 @@ def _epochs_since(mine: _Attempt, head: Status | None) -> int | None:
 
 def _pending(state: RunState, live: AttemptState) -> str | None:
     if live.phase == "stopping":
-        return f"attempt {live.number} was asked to stop ({live.stop_why})"
+        return f"attempt {live.number} was asked to stop ({live.stop_reason})"
     if live.change is not None:
         return f"attempt {live.number} is being changed to {live.change.target.name}"
     for request in state.pending:

@@ -187,12 +187,14 @@ class Owner:
         if state.status != "active":
             return
         if not any(item.is_timeout for item in state.pending):
-            stop_now = bodies.StopRequested(reason=reason, by=f"ti {self.owned.actor.ti_id}", why="timeout")
+            stop_now = bodies.StopRequested(
+                reason=reason, by=f"ti {self.owned.actor.ti_id}", stop_reason="timeout"
+            )
             self.owned.run.events.append_request(stop_now, actor=None)
         self.owned.check_owner(state := self.owned.run.events.load())
         asked = next((item for item in state.pending if item.is_timeout), None)
         if asked is not None and state.live is not None and state.live.phase == "started":
-            stop.stop(self.owned, state, Action("stop", why="timeout", reason=reason, request=asked))
+            stop.stop(self.owned, state, Action("stop", stop_reason="timeout", reason=reason, request=asked))
 
     def _advance(self, state: RunState, wake: Wake) -> Waiting | Delivered:
         self._releaser.begin()
@@ -384,12 +386,12 @@ def _end(owned: OwnedRun, state: RunState, action: Action) -> RunState:
         reported["outputs"] = _own_outputs(owned, state, live, end.outputs, claim=end.claim or 0)
     ended = bodies.AttemptEnded(generation=live.generation, attempt=live.number, **reported)
     usage = facts.usage_of(owned.backend, live)
-    has_run = len(end.never_came or ()) < live.allocation.nodes
+    has_run = len(end.missing_nodes or ()) < live.allocation.nodes
     if has_run and facts.is_missing(usage, live, now=owned.run.now()):
         usage = facts.least_usage(owned.run, live)
-        ended = replace(ended, usage_is_least=None if usage is None else True)
+        ended = replace(ended, usage_is_lower_bound=None if usage is None else True)
     if end.outcome == "not-started":
-        refused = choose.refused_by(live, end.never_came or ())
+        refused = choose.refused_by(live, end.missing_nodes or ())
         ended = replace(ended, refused=tuple(offer.name for offer in refused))
         if end.failure == "capacity":  # a volume that no machine reaches says nothing about stock
             start.remember_refused(owned, refused, end.detail)

@@ -49,8 +49,8 @@ def measured(run: Run, attempt: AttemptState) -> dict[str, Any]:
 def _before(run: Run, attempt: AttemptState, last: Status) -> dict[str, Any]:
     """Return what earlier pods of node 0 did within the same attempt, before the *last* one.
 
-    ``earlier_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated. ``start_step``:
-    step at which the first of these pods began.
+    ``earlier_pods_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated.
+    ``start_step``: step at which the first of these pods began.
     """
     statuses = [run.status_of_claim(attempt.key, claim) for claim in range(1, last.claim)]
     known = [one for one in statuses if one is not None]
@@ -62,7 +62,7 @@ def _before(run: Run, attempt: AttemptState, last: Status) -> dict[str, Any]:
         trained += max(0.0, (done.elapsed_s or 0.0) - (done.first_step_s or 0.0) - (done.save_s or 0.0))
         if done.step is not None and after.start_step is not None:
             repeated += max(0, done.step - after.start_step)
-    sums: dict[str, Any] = {"earlier_s": min(trained, MOST), "repeated_steps": min(repeated, MOST)}
+    sums: dict[str, Any] = {"earlier_pods_s": min(trained, MOST), "repeated_steps": min(repeated, MOST)}
     return sums | {"start_step": known[0].start_step}
 
 
@@ -169,15 +169,15 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
         generation=attempt.generation,
         attempt=attempt.number,
         allocation=attempt.allocation,
-        held=held,
-        why_ended=why_ended(attempt),
+        usage=held,
+        outcome=outcome_text(attempt),
         provisioning_s=provisioning,
         idle_s=_idle_s(attempt, held, provisioning),
         first_step=steps[-1],
         last_step=attempt.step,
         kept_step=attempt.step if attempt.outcome == "succeeded" else kept_step,
         repeated_steps=attempt.end.repeated_steps or 0,
-        is_least=attempt.end.usage_is_least is True,
+        is_lower_bound=attempt.end.usage_is_lower_bound is True,
     )
     if len(spans) == 1 or held is None:
         return [whole]
@@ -187,8 +187,8 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
         replace(
             whole,
             allocation=allocation,
-            held=part,
-            why_ended="changed in place",
+            usage=part,
+            outcome="changed in place",
             provisioning_s=provisioning if index == 0 else 0.0,
             idle_s=_part(whole.idle_s, part, held),
             first_step=steps[index],
@@ -198,7 +198,7 @@ def _uses(attempt: AttemptState, kept_step: int | None) -> list[Use]:
         for index, (allocation, part) in enumerate(parts[:-1])
     ]
     idle_s = _part(whole.idle_s, parts[-1][1], held)
-    return [*before, replace(whole, held=parts[-1][1], provisioning_s=0.0, idle_s=idle_s)]
+    return [*before, replace(whole, usage=parts[-1][1], provisioning_s=0.0, idle_s=idle_s)]
 
 
 def _part(
@@ -211,9 +211,9 @@ def _part(
     return seconds * sum(lasted[0]) / sum(lasted[1]) if sum(lasted[1]) else seconds
 
 
-def why_ended(attempt: AttemptState) -> str:
+def outcome_text(attempt: AttemptState) -> str:
     """``moved``, ``lost``, ``succeeded``, ...; ``""`` while it is live."""
-    if attempt.outcome == "left" and attempt.stop_why == "move":
+    if attempt.outcome == "drained" and attempt.stop_reason == "move":
         return "moved"
     return attempt.outcome
 
@@ -261,7 +261,7 @@ def _idle_s(
     saving = attempt.end.save_s
     if saving is None and attempt.checkpoint_step is not None:
         return None  # it saved, and no process reported for how long
-    trained = elapsed - first - (saving or 0.0) + (attempt.end.earlier_s or 0.0)
+    trained = elapsed - first - (saving or 0.0) + (attempt.end.earlier_pods_s or 0.0)
     whole = sum(ends) - sum(one.start for one in mine)
     return max(0.0, whole - provisioning - max(0.0, trained))
 
@@ -270,7 +270,7 @@ def _pause(before: AttemptState, after: AttemptState) -> Pause:
     left, came = _held(before), _held(after)
     came_at = came[0].start if came else None
     parts = {
-        "checkpoint": before.end.checkpoint_s if before.outcome == "left" else None,
+        "checkpoint": before.end.checkpoint_s if before.outcome == "drained" else None,
         "noticed": _between(left[0].end if left else None, before.ended_at),
         "waited": _between(before.ended_at, after.intended_at),
         "start": _between(after.intended_at, came_at),
@@ -280,7 +280,7 @@ def _pause(before: AttemptState, after: AttemptState) -> Pause:
     return Pause(
         before=before.number,
         after=after.number,
-        why=why_ended(before),
+        cause=outcome_text(before),
         total_s=_pause_s(before, after, left, came_at),
         parts={name: value for name, value in parts.items() if value is not None},
     )

@@ -99,7 +99,7 @@ def kill_quietly(
     control = replace(
         run.control(live.key) or Control(),
         sequence=event.number,
-        action="leave",
+        action="drain",
         align="now",
         grace_s=grace_s,
         reason=reason,

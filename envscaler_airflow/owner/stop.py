@@ -25,7 +25,7 @@ OVERDUE_MARGIN_S = 60.0
 
 def stop(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     """Ask the live attempt to save and stop."""
-    align: Alignment = "now" if action.why == "stop" else "step"
+    align: Alignment = "now" if action.stop_reason == "stop" else "step"
     return record_stop(owned, state, stop_event(owned, state, action, align))
 
 
@@ -63,12 +63,12 @@ def stop_event(
     """Return the request to save and stop, for *action*, with the grace that its checkpoints need."""
     live = live_of(state)
     status = owned.run.status(live.key)
-    if status is not None and action.why == "stalled":
+    if status is not None and action.stop_reason == "stalled":
         status = replace(status, progress=Progress())  # no further step is expected of it
     return AttemptStopping(
         generation=live.generation,
         attempt=live.number,
-        why=action.why,
+        stop_reason=action.stop_reason,
         reason=action.reason,
         align=align,
         grace_s=limits.grace_s(state, status),
@@ -89,11 +89,11 @@ def write_request(owned: OwnedRun, state: RunState) -> RunState:
     before = owned.run.control(live.key)
     control = Control(
         sequence=live.stop_number,
-        action="stop" if live.stop_why == "stalled" else "leave",
+        action="stop" if live.stop_reason == "stalled" else "drain",
         align=live.stop_align,
         align_timeout_s=spec.checkpoint_align_timeout_s,
         grace_s=live.stop_grace_s,
-        reason=live.stop_reason,
+        reason=live.stop_detail,
         candidates=None if before is None else before.candidates,
         restore_from=state.begun.restore_from,
         orphan_after_s=owned.spec(state).failure.orphan_after_s,

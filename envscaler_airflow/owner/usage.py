@@ -153,7 +153,7 @@ def cost_usd(
 ) -> float | None:
     """Cost of closed *intervals*, each node at the price of its offer; None if a price is unknown."""
     held = tuple(intervals)
-    uses = [Use(0, 0, allocation, held=part) for allocation, part in by_span(held, spans, began=began)]
+    uses = [Use(0, 0, allocation, usage=part) for allocation, part in by_span(held, spans, began=began)]
     now = max((one.end for one in held if one.end is not None), default=0.0)
     return spent_usd(uses, now=now, tariffs=tariffs())
 

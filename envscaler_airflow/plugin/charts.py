@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from envscaler_airflow.owner.report import why_ended
+from envscaler_airflow.owner.report import outcome_text
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.plugin.page_facts import Rate
@@ -127,7 +127,7 @@ def _bars(attempt: AttemptState, names: list[str], axis: Axis, now: float) -> It
     end = now if attempt.ended_at is None else attempt.ended_at
     begun = end if attempt.started_at is None else attempt.started_at
     starts = [begun, *(before.until for before in attempt.earlier)]
-    ended = why_ended(attempt)
+    ended = outcome_text(attempt)
     for index, (held, start, until) in enumerate(
         zip(held_by(attempt), starts, [*starts[1:], end], strict=True)
     ):
@@ -146,7 +146,7 @@ def _bars(attempt: AttemptState, names: list[str], axis: Axis, now: float) -> It
 
 def kind_of(ended: str) -> str:
     """Return the class of an end, which sets its color; ``live`` for none."""
-    recovery = outcome_of("left" if ended == "moved" else ended).recovery
+    recovery = outcome_of("drained" if ended == "moved" else ended).recovery
     return {"none": "good", "as-requested": "moved"}.get(recovery, "bad") if ended else "live"
 
 

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from envscaler_agent.protocol import Status
-from envscaler_airflow.owner.report import run_bill, why_ended
+from envscaler_airflow.owner.report import outcome_text, run_bill
 from envscaler_airflow.planning.amounts import duration_text, usd_less, usd_text
 from envscaler_airflow.plugin import charts
 from envscaler_airflow.plugin.page_facts import MOST_NODES, Answer, RunFacts
@@ -135,7 +135,7 @@ def _row(attempt: AttemptState, bill: Bill, *, now: float) -> Row:
     start = attempt.started_at if attempt.started_at is not None else attempt.intended_at
     end = now if attempt.ended_at is None else attempt.ended_at
     prices = ["unknown" if one.usd_per_hour is None else f"${one.usd_per_hour:.4f}" for one in held]
-    ended = why_ended(attempt)
+    ended = outcome_text(attempt)
     first, last = attempt.end.start_step, attempt.step
     steps = f"{first} to {last}" if first is not None and last is not None else "unknown"
     return Row(

@@ -51,8 +51,8 @@ class Action:
 
     ``start``: intend and start the next attempt, on *target* if given. ``carry-out``: submit the
     intended one. ``discard``: end one that was stopped before its start. ``end``: record *end*.
-    ``stop``: ask the live attempt to stop, for *why*. ``kill``: its time is over. ``judge``: answer a move
-    request. ``refuse``: refuse it. ``change``: advance a change in place. ``wait``: nothing now.
+    ``stop``: ask the live attempt to stop, for *stop_reason*. ``kill``: its time is over. ``judge``: answer a
+    move request. ``refuse``: refuse it. ``change``: advance a change in place. ``wait``: nothing now.
     ``succeed``, ``fail``, ``halt``: the run is over. ``deliver``: deliver the result. ``mismatch``: this
     version must not act.
     """
@@ -75,7 +75,7 @@ class Action:
         "mismatch",
     ]
     reason: str = ""
-    why: str = ""
+    stop_reason: str = ""
     target: Allocation | None = None
     memory_bytes: int | None = None
     backoff_s: float = 0.0

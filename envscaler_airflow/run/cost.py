@@ -42,29 +42,29 @@ class Use(Record):
     Attributes:
         generation, attempt: Which attempt.
         allocation: What it was on, with its price.
-        held: Billed intervals of its nodes; None: the provider did not report them; empty: never billed.
-        why_ended: ``moved``, ``lost``, ``succeeded``, ...; ``""`` while it runs.
+        usage: Billed intervals of its nodes; None: the provider did not report them; empty: never billed.
+        outcome: ``moved``, ``lost``, ``succeeded``, ...; ``""`` while it runs.
         provisioning_s: Billed seconds before the first step: start, setup, restore. None: unknown.
         idle_s: Billed seconds without training after that: stalls, saves, drain. None: unknown.
         first_step, last_step: Step at which it began, and the last one that it made.
         kept_step: Step that the next attempt resumed from, or that the result contains; None: not known yet.
         repeated_steps: Steps made twice within the attempt, after one of its pods was replaced.
-        is_least: True if ``held`` contains only what the statuses of the nodes prove, since the provider no
-            longer has its times.
+        is_lower_bound: True if ``usage`` contains only what the statuses of the nodes prove, since the
+            provider no longer has its times.
     """
 
     generation: int
     attempt: int
     allocation: Allocation
-    held: tuple[UsageInterval, ...] | None = None
-    why_ended: str = ""
+    usage: tuple[UsageInterval, ...] | None = None
+    outcome: str = ""
     provisioning_s: NotNegative[float] | None = None
     idle_s: NotNegative[float] | None = None
     first_step: NotNegative[int] | None = None
     last_step: NotNegative[int] | None = None
     kept_step: NotNegative[int] | None = None
     repeated_steps: int = 0
-    is_least: bool = False
+    is_lower_bound: bool = False
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class Pause(Record):
 
     Attributes:
         before, after: Attempts around it.
-        why: ``move``, ``loss``, ...
+        cause: ``moved``, ``lost``, ...
         total_s: From the last step to the next one; None: unknown.
         parts: Seconds by part, e.g. ``checkpoint``, ``noticed``, ``waited``, ``start``,
             ``setup``, ``first_step``; a missing part is unknown.
@@ -86,7 +86,7 @@ class Pause(Record):
 
     before: int
     after: int
-    why: str = ""
+    cause: str = ""
     total_s: NotNegative[float] | None = None
     parts: Mapping[str, NotNegative[float]] = field(default_factory=dict)
 
@@ -220,7 +220,7 @@ def bill(
         usd=usd,
         known_usd=fsum(item for line in lines for item in (line.usd, line.least_usd) if item is not None),
         node_hours=_sum([line.node_hours for line in lines]),
-        wall_s=_wall_s([held for use in ordered for held in use.held or ()], now),
+        wall_s=_wall_s([held for use in ordered for held in use.usage or ()], now),
         steps=None if steps is None else int(steps),
         lost_steps=None if lost is None else int(lost),
         hours=_total([line.hours for line in lines]),
@@ -239,18 +239,18 @@ def spent_usd(uses: Iterable[Use], *, now: float, tariffs: Tariffs) -> float | N
 def _line(use: Use, now: float, tariffs: Tariffs) -> Line:
     node_hours, usd = _billed(use, now, tariffs)
     least_usd = None
-    if use.is_least:
+    if use.is_lower_bound:
         node_hours, usd, least_usd = None, None, usd
     price = use.allocation.offer.usd_per_hour
     if use.allocation.is_mixed:
         price = usd / node_hours if usd is not None and node_hours else _mean_price(use.allocation)
-    held_s = sum(_seconds(held, now) for held in use.held or ())
+    held_s = sum(_seconds(held, now) for held in use.usage or ())
     steps, lost_steps = _steps(use)
     hours = _split_hours(use, node_hours, steps, lost_steps, held_s=held_s)
     return Line(
         use=use,
         node_hours=node_hours,
-        wall_s=None if use.is_least else _wall_s(use.held or (), now),
+        wall_s=None if use.is_lower_bound else _wall_s(use.usage or (), now),
         usd_per_node_hour=price,
         usd=usd,
         least_usd=least_usd,
@@ -263,10 +263,10 @@ def _line(use: Use, now: float, tariffs: Tariffs) -> Line:
 
 def _steps(use: Use) -> tuple[int | None, int | None]:
     """Return steps done, and how many of them were lost. Steps of a running attempt count until a loss."""
-    if use.held == ():
+    if use.usage == ():
         return 0, 0
     steps = _difference(use.last_step, use.first_step)
-    kept = use.last_step if use.kept_step is None and not use.why_ended else use.kept_step
+    kept = use.last_step if use.kept_step is None and not use.outcome else use.kept_step
     lost, again = _difference(use.last_step, kept), use.repeated_steps
     if steps is None:
         return None, None
@@ -275,10 +275,10 @@ def _steps(use: Use) -> tuple[int | None, int | None]:
 
 def _billed(use: Use, now: float, tariffs: Tariffs) -> tuple[float | None, float | None]:
     """Return billed node-hours and USD, each node by its own offer."""
-    if use.held is None:
+    if use.usage is None:
         return None, None
-    offers = [_offer_of(use.allocation, held.node) for held in use.held]
-    paid_s = [_billed_s(offer, held, now, tariffs) for offer, held in zip(offers, use.held, strict=True)]
+    offers = [_offer_of(use.allocation, held.node) for held in use.usage]
+    paid_s = [_billed_s(offer, held, now, tariffs) for offer, held in zip(offers, use.usage, strict=True)]
     prices = [None if offer is None else offer.usd_per_hour for offer in offers]
     usds = [
         None if price is None else seconds * price / SECONDS_PER_HOUR
@@ -336,7 +336,7 @@ def _static(lines: Sequence[Line], total_steps: int | None, on_demand: float | N
     allocation = lines[0].use.allocation
     steady = Allocation(allocation.offer, allocation.nodes)
     ran = [line for line in lines if line.node_hours != 0]
-    if len(ran) == 1 and ran[0].use.why_ended == "succeeded" and ran[0].use.allocation.name == steady.name:
+    if len(ran) == 1 and ran[0].use.outcome == "succeeded" and ran[0].use.allocation.name == steady.name:
         return _as_it_ran(steady, ran[0], on_demand)
     there = (line for line in lines if line.steps and line.use.allocation.name == allocation.name)
     first = next(there, lines[0])

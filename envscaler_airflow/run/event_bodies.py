@@ -119,10 +119,10 @@ class AttemptStarted(OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStopping(OfAttempt):
-    """It is asked to save and stop; *why* is a name of the table of outcomes."""
+    """It is asked to save and stop; *stop_reason* is a name of the table of outcomes."""
 
     type: Literal["attempt-stopping"] = "attempt-stopping"
-    why: str = "move"
+    stop_reason: str = "move"
     reason: str = ""
     align: Alignment = "step"
     grace_s: Amount = 30.0
@@ -136,12 +136,12 @@ class AttemptEnded(OfAttempt):
 
     Attributes:
         failure: Why an attempt was not started: ``capacity``, ``placement``, ``spec`` or ``backend``.
-        never_came: Nodes for which no machine was available; *refused* names their offers.
+        missing_nodes: Nodes for which no machine was available; *refused* names their offers.
         claim: Of the pod of node 0 that stored the outputs.
-        earlier_s: Seconds of training by earlier pods of node 0.
+        earlier_pods_s: Seconds of training by earlier pods of node 0.
         repeated_steps: Steps that a later pod of node 0 repeated.
         usage: None: not known; empty: never billed. *usage_at*: the provider's time of the open intervals.
-        usage_is_least: The usage is only what the statuses of the nodes prove.
+        usage_is_lower_bound: The usage is only what the statuses of the nodes prove.
     """
 
     type: Literal["attempt-ended"] = "attempt-ended"
@@ -155,7 +155,7 @@ class AttemptEnded(OfAttempt):
     step: Count | None = None
     checkpoint: str | None = None
     checkpoint_step: Count | None = None
-    never_came: tuple[Count, ...] | None = None
+    missing_nodes: tuple[Count, ...] | None = None
     outputs: Mapping[str, str] | None = None
     claim: Count | None = None
     setup_s: Amount | None = None
@@ -172,9 +172,9 @@ class AttemptEnded(OfAttempt):
     samples: Count | None = None
     repeated_samples: Count | None = None
     epoch: Count | None = None
-    earlier_s: Amount | None = None
+    earlier_pods_s: Amount | None = None
     repeated_steps: Count | None = None
-    usage_is_least: bool | None = None
+    usage_is_lower_bound: bool | None = None
     refused: tuple[str, ...] | None = None
     usage: tuple[Billed, ...] | None = None
     usage_at: Amount | None = None
@@ -221,12 +221,12 @@ class MoveRequested(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Record):
-    """A user or the trigger requests a stop of the run; *why*: ``timeout`` if the task's time is over."""
+    """A user or the trigger requests a stop; *stop_reason*: ``timeout`` if the task's time is over."""
 
     type: Literal["stop-requested"] = "stop-requested"
     reason: str = ""
     by: str = ""
-    why: str | None = None
+    stop_reason: str | None = None
     fault: str | None = None
 
 
@@ -235,14 +235,14 @@ class MoveAccepted(OfAttempt):
     """A move is accepted, and the attempt asked to save and stop, in one event."""
 
     type: Literal["move-accepted"] = "move-accepted"
-    why: str = "move"
+    stop_reason: str = "move"
     reason: str = ""
     align: Alignment = "step"
     grace_s: Amount = 30.0
     request: Ordinal
     numbers: Mapping[str, Any] | None = None
     target: Allocation | None = None
-    leaving: tuple[NodeDrain, ...] | None = None
+    nodes_to_drain: tuple[NodeDrain, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +263,7 @@ class Agreed(Record):
     reason: str = ""
     numbers: Mapping[str, Any] | None = None
     target: Allocation
-    leaving: tuple[NodeDrain, ...] | None = None
+    nodes_to_drain: tuple[NodeDrain, ...] | None = None
     generation: Ordinal
     attempt: Ordinal
 

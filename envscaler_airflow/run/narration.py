@@ -56,7 +56,7 @@ def transfer_text(status: Status) -> str:
     if moving is None or moving.total_bytes <= 0:
         return ""
     percent = min(100, max(0, 100 * moving.done_bytes // moving.total_bytes))
-    what = printable(f"{moving.doing} {moving.name}"[:MOST_NAME])
+    what = printable(f"{moving.activity} {moving.name}"[:MOST_NAME])
     return f"{what}: {percent} % of {bytes_text(moving.total_bytes)}"
 
 
@@ -179,7 +179,7 @@ def _attempt_words(  # noqa: C901 - one case for each event
             namespace = body.handle.details.get("namespace")
             return f"{name} runs as {f'{namespace}/' if namespace else ''}{body.handle.name}"
         case bodies.AttemptStopping():
-            return f"{name} saves and stops: {body.reason or body.why}"
+            return f"{name} saves and stops: {body.reason or body.stop_reason}"
         case bodies.AttemptEnded():
             return f"{name} {_end_words(body, state)}"
         case bodies.ReleaseFailed():
@@ -203,7 +203,7 @@ def _attempt_words(  # noqa: C901 - one case for each event
 def _end_words(body: bodies.AttemptEnded, state: RunState) -> str:
     key = (body.generation, body.attempt)
     attempt = next((one for one in state.attempts if (one.generation, one.number) == key), None)
-    moved = attempt is not None and attempt.stop_why == "move" and body.outcome == "left"
+    moved = attempt is not None and attempt.stop_reason == "move" and body.outcome == "drained"
     step = "" if body.step is None else f" at step {body.step}"
     saved = None if body.outcome == "succeeded" else body.checkpoint_step
     kept = "" if saved is None else f"; last checkpoint at step {saved}"

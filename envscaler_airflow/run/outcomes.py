@@ -110,7 +110,7 @@ _ENDS = (
     Outcome("killed", 50, "platform", "resume", "a signal from outside ended it", node_decides=True),
     Outcome("orphaned", 40, "owner", "resume", "no owner renewed the lease, or the run store was away"),
     Outcome("stopped", 30, "owner", "as-requested", "it stopped as requested", node_decides=True),
-    Outcome("left", 20, "owner", "as-requested", "it saved and stopped as requested", node_decides=True),
+    Outcome("drained", 20, "owner", "as-requested", "it saved and stopped as requested", node_decides=True),
     Outcome("succeeded", 10, "user", "none", "it ended well and its outputs are stored", node_decides=True),
     Outcome("stalled", 0, "unknown", "resume", "it made no step for many times the usual time"),
 )
@@ -218,7 +218,7 @@ class Observed:
 class End(Record):
     """How an attempt ended: the content of the ``attempt-ended`` event.
 
-    ``never_came``: nodes for which no machine was available. ``failure``, for an attempt that was not
+    ``missing_nodes``: nodes for which no machine was available. ``failure``, for an attempt that was not
     started: ``capacity``, or ``placement`` if machines were available but reached no volume of the stage.
     ``claim``: of the pod of node 0 that stored the outputs.
     """
@@ -232,7 +232,7 @@ class End(Record):
     step: int | None = None
     checkpoint: str | None = None
     checkpoint_step: int | None = None
-    never_came: tuple[int, ...] | None = None
+    missing_nodes: tuple[int, ...] | None = None
     outputs: Mapping[str, str] | None = None
     claim: int | None = None
     failure: str | None = None
@@ -254,7 +254,7 @@ def end_of(observed: Observed, *, stalled: bool = False) -> End | None:
     known = [reason for reason in reasons if reason is not None]
     worst = max(range(len(known)), key=lambda i: OUTCOMES[known[i][0]].severity)
     outcome, detail = known[worst]
-    if stalled and outcome in ("stopped", "left", "killed"):
+    if stalled and outcome in ("stopped", "drained", "killed"):
         outcome = "stalled"
     return _describe(observed, observed.nodes[worst], outcome, detail)
 
@@ -278,7 +278,7 @@ def _told_end(node: NodeStatus, said: Ended | None) -> tuple[str, str]:
     An exit code of 0 alone does not mean success: the node reports outputs that could not be stored.
     """
     row = outcome_of(node.reason)
-    if _never_came(node):
+    if _is_missing(node):
         return ("not-started", node.detail)
     if said is not None and (row.node_decides or not node.reason):
         return (said.reason, said.detail or node.detail)
@@ -287,7 +287,7 @@ def _told_end(node: NodeStatus, said: Ended | None) -> tuple[str, str]:
     return (row.name if row.severity else "failed", node.detail or (said.detail if said else ""))
 
 
-def _never_came(node: NodeStatus) -> bool:
+def _is_missing(node: NodeStatus) -> bool:
     row = outcome_of(node.reason)
     return node.state == "ended" and row.kind == "node" and row.recovery == "next-offer"
 
@@ -305,7 +305,7 @@ def _describe(observed: Observed, node: NodeStatus, outcome: str, detail: str) -
         step=head.progress.step if head else None,
         checkpoint=head.last_checkpoint if head else None,
         checkpoint_step=head.last_checkpoint_step if head else None,
-        never_came=tuple(one.node for one in observed.nodes if _never_came(one)) or None,
+        missing_nodes=tuple(one.node for one in observed.nodes if _is_missing(one)) or None,
         outputs=dict(head.outputs) if head and outcome == "succeeded" else None,
         claim=head.claim if head and outcome == "succeeded" else None,
         failure=node.reason if outcome == "not-started" else None,

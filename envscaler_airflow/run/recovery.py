@@ -88,7 +88,7 @@ def _count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
         step = attempt.checkpoint_step
         is_newer = step is not None and step > newest
         newest = max(newest, -1 if step is None else step)
-        is_requested = outcome_of(attempt.stop_why).caused_by == "owner"
+        is_requested = outcome_of(attempt.stop_reason).caused_by == "owner"
         count = 0 if is_newer or is_requested else count + 1
     return count
 

@@ -63,9 +63,9 @@ class AttemptState(Record):
         vcpus: CPUs per node if they were changed in place; None for the spec's.
         checkpoint_every_s: Seconds between its checkpoints, if that differs from the spec.
         handle: The backend's, once started.
-        stop_why: Why the owner stopped it, a name of the same table; ``""`` while running.
+        stop_reason: Why the owner stopped it, a name of the same table; ``""`` while running.
         stop_number: Number of the stopping event, which is the sequence of its control.
-        stop_reason, stop_align, stop_grace_s: What the stopping event says besides.
+        stop_detail, stop_align, stop_grace_s: What the stopping event says besides.
         stop_request: Number of the request that it answers; None for none.
         target: Target of a move.
         change: The current change in place; None without one.
@@ -88,9 +88,9 @@ class AttemptState(Record):
     vcpus: float | None = None
     checkpoint_every_s: float | None = None
     handle: bodies.Handle | None = None
-    stop_why: str = ""
-    stop_number: int = 0
     stop_reason: str = ""
+    stop_number: int = 0
+    stop_detail: str = ""
     stop_align: bodies.Alignment = "step"
     stop_grace_s: float = 30.0
     stop_request: int | None = None
@@ -153,7 +153,7 @@ class Request(Record):
     @property
     def is_timeout(self) -> bool:
         """Return True for a stop that is requested because the task's time is over."""
-        return isinstance(self.body, bodies.StopRequested) and self.body.why == "timeout"
+        return isinstance(self.body, bodies.StopRequested) and self.body.stop_reason == "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,9 +385,9 @@ def _stopping(state: RunState, event: Event, body: bodies.AttemptStopping | bodi
         _answered(state, body.request),
         body,
         phase="stopping",
-        stop_why=body.why,
+        stop_reason=body.stop_reason,
         stop_number=event.number,
-        stop_reason=body.reason,
+        stop_detail=body.reason,
         stop_align=body.align,
         stop_grace_s=body.grace_s,
         stop_request=body.request,

@@ -134,28 +134,30 @@ def _known_action(state: RunState, facts: Facts) -> Action:
     if live.phase == "intended":
         return _must_go(state, live, facts) or Action("carry-out", reason=live.reason)
     if live.handle is None:
-        return Action("discard", reason=f"was not started: {live.stop_reason or live.stop_why}")
+        return Action("discard", reason=f"was not started: {live.stop_detail or live.stop_reason}")
     return _while_live(state, live, facts)
 
 
 def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
-    end = end_of(facts.observed, stalled=live.stop_why == "stalled") if facts.observed else None
+    end = end_of(facts.observed, stalled=live.stop_reason == "stalled") if facts.observed else None
     if end is not None:
         return Action("end", end=end)
     if live.phase == "stopping":
         moves = _first(state.pending, MoveRequested)
         if moves is not None:
-            return Action("refuse", request=moves, reason=f"the attempt is already going ({live.stop_why})")
+            return Action(
+                "refuse", request=moves, reason=f"the attempt is already going ({live.stop_reason})"
+            )
         if facts.is_overdue:
             return Action("kill", reason="it did not go within its time")
-        if outcome_of(live.stop_why).never_starts and not _is_at_work(facts):
+        if outcome_of(live.stop_reason).never_starts and not _is_at_work(facts):
             return Action("kill", reason="nothing of it trains")
-        return Action("wait", reason=f"waits for the attempt to go ({live.stop_why})")
+        return Action("wait", reason=f"waits for the attempt to go ({live.stop_reason})")
     if (node := _pending(facts, "fail")) is not None:
-        return Action("stop", why=node.reason, reason=_why_missing(node))
+        return Action("stop", stop_reason=node.reason, reason=_why_missing(node))
     if (node := _pending(facts, "next-offer")) is not None:
         kind: Literal["stop", "kill"] = "stop" if _has_trained(facts) else "kill"
-        return Action(kind, why="capacity", reason=_why_missing(node))
+        return Action(kind, stop_reason="capacity", reason=_why_missing(node))
     lost = _lost_node(facts)
     if lost is not None:
         return Action("kill", reason=f"node {lost} is lost, and nothing recreates it")
@@ -207,13 +209,13 @@ def _must_go(state: RunState, live: AttemptState, facts: Facts) -> Action | None
     """Return the stop of an attempt that must not continue, nor start; None if it may."""
     stop = _first(state.pending, StopRequested)
     if stop is not None:
-        return Action("stop", why=_why(stop), request=stop, reason=_reason(stop))
+        return Action("stop", stop_reason=_why(stop), request=stop, reason=_reason(stop))
     if live.generation != state.generation:
-        return Action("stop", why="stop", reason="it belongs to an earlier generation")
+        return Action("stop", stop_reason="stop", reason="it belongs to an earlier generation")
     if live.spec_hash != state.spec_hash:
-        return Action("stop", why="spec-changed", reason="the spec changed and the task was cleared")
+        return Action("stop", stop_reason="spec-changed", reason="the spec changed and the task was cleared")
     if _is_over_budget(facts):
-        return Action("stop", why="budget", reason=_budget_words(facts))
+        return Action("stop", stop_reason="budget", reason=_budget_words(facts))
     return None
 
 
@@ -222,7 +224,9 @@ def _asked_of(state: RunState, live: AttemptState, facts: Facts) -> Action | Non
         return stop
     head = facts.observed.head if facts.observed else None
     if head is not None and head.health == "stalled":
-        return Action("stop", why="stalled", reason=head.message or "no step for many times the usual time")
+        return Action(
+            "stop", stop_reason="stalled", reason=head.message or "no step for many times the usual time"
+        )
     move = _first(state.pending, MoveRequested)
     if live.change is None:
         return Action("judge", request=move) if move is not None else None
@@ -282,14 +286,14 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
 
     A stop is final: only a clear of the task after it lets the run continue.
     """
-    if outcome_of(last.stop_why).is_final:
+    if outcome_of(last.stop_reason).is_final:
         requested_at = last.stop_number if last.stop_request is None else last.stop_request
         if state.cleared_number > requested_at:
-            return Action("start", reason=f"cleared after a stop ({last.stop_why})")
-        return _final(last.stop_why, last.stop_reason or "requested to stop")
-    if last.stop_why == "move" and last.target is not None:
+            return Action("start", reason=f"cleared after a stop ({last.stop_reason})")
+        return _final(last.stop_reason, last.stop_detail or "requested to stop")
+    if last.stop_reason == "move" and last.target is not None:
         return Action("start", reason="moved", target=last.target, memory_bytes=still_fits(last, last.target))
-    if last.stop_why == "spec-changed":
+    if last.stop_reason == "spec-changed":
         return Action("start", reason="the spec changed")
     return None
 

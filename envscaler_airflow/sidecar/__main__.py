@@ -69,7 +69,7 @@ def _context(options: argparse.Namespace) -> SidecarContext:
         run=run,
         who=who,
         layout=layout,
-        memory=Memory(spool, own=layout.own_folder),
+        memory=Memory(spool, own=layout.private_path),
         uid=options.uid,
         address=options.address,
     )

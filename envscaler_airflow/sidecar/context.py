@@ -94,12 +94,12 @@ class SidecarContext:
     _transfer: tuple[str, str, Moved] | None = None
 
     @contextmanager
-    def transfer(self, doing: str, name: str) -> Iterator[Moved]:
-        """Show in the status how many bytes the block has moved; *doing* is the verb for *name*.
+    def transfer(self, activity: str, name: str) -> Iterator[Moved]:
+        """Show in the status how many bytes the block has moved; *activity* is the verb for *name*.
 
         A node has one transfer at a time.
         """
-        self._transfer = (doing, name, moved := Moved())
+        self._transfer = (activity, name, moved := Moved())
         try:
             yield moved
         finally:
@@ -110,8 +110,8 @@ class SidecarContext:
         current = self._transfer  # read once: another thread ends the transfer
         if current is None:
             return None
-        doing, name, moved = current
-        return None if not moved.total else Transfer(doing, name, moved.done, moved.total)
+        activity, name, moved = current
+        return None if not moved.total else Transfer(activity, name, moved.done, moved.total)
 
     def ended(self) -> Ended | None:
         """How the command ended, as the wrapper reports; None while it runs or when that cannot be read."""
@@ -143,7 +143,7 @@ class SidecarContext:
         """
         self.between()
         control = self.spool.current_control()
-        if control is not None and control.action in ("leave", "stop"):
+        if control is not None and control.action in ("drain", "stop"):
             raise SetupCancelledError(f"asked to {control.action} before the start: {control.reason}")
 
     def remember_places(self) -> None:
@@ -156,7 +156,7 @@ class SidecarContext:
     def place(self, path: Path) -> Place | None:
         """The folder that contained *path* before the start; None if not recorded."""
         was = self.memory.state.places.get(str(path))
-        seen_as = self.layout.seen_as.get(str(path))
+        seen_as = self.layout.training_paths.get(str(path))
         return None if was is None else Place(Path(was), None if seen_as is None else Path(seen_as).parent)
 
     def check_place(self, path: Path) -> None:

@@ -165,7 +165,7 @@ class OwnerWatch:
     def _leave(self, control: Control, reason: str) -> None:
         ask = Control(
             sequence=control.sequence + 1,
-            action="leave",
+            action="drain",
             align="step",
             align_timeout_s=LEAVE_S,
             grace_s=control.grace_s,
@@ -203,7 +203,7 @@ class OwnerWatch:
         """After the grace, request a harder stop; after that, stop waiting for the wrapper."""
         self._try(self._write_down)
         waited = self._context.monotonic() - self._asked_at
-        if asked.action == "leave" and waited >= asked.align_timeout_s + asked.grace_s:
+        if asked.action == "drain" and waited >= asked.align_timeout_s + asked.grace_s:
             self._ask(_stop(asked, asked.reason))
         elif asked.action == "stop" and waited >= 2 * asked.grace_s:
             raise UnheededError(f"asked to stop {waited:.0f} s ago and still here: {asked.reason}")

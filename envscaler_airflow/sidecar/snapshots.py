@@ -285,7 +285,7 @@ class Snapshots:
 
     def _asked(self) -> Control | None:
         control = self._context.spool.current_control()
-        if control is None or control.action not in ("checkpoint", "leave"):
+        if control is None or control.action not in ("checkpoint", "drain"):
             return None
         return control if control.sequence > self._context.memory.state.answered else None
 

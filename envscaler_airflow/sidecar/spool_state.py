@@ -75,9 +75,9 @@ class Layout(BaseModel):
 
     ``session`` is for the wrapper, ``keep`` the number of checkpoints to keep, and ``workdir_archive`` the
     name of the code's archive in the run's folder. ``processes_per_node`` is set where nodes are added and
-    removed during the attempt. ``seen_as`` maps a path here to the spec's path, under which the training sees
-    the folder. ``own`` is a folder that outlives the sidecar's process and that the training cannot write, if
-    the backend has one.
+    removed during the attempt. ``training_paths`` maps a path here to the spec's path, under which the
+    training sees the folder. ``private_folder`` is a folder that outlives the sidecar's process and that the
+    training cannot write, if the backend has one.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -90,13 +90,13 @@ class Layout(BaseModel):
     checkpoint_path: str | None = None
     store_options: dict[str, Any] = {}
     processes_per_node: int | None = None
-    seen_as: dict[str, str] = {}
-    own: str | None = None
+    training_paths: dict[str, str] = {}
+    private_folder: str | None = None
 
     @property
-    def own_folder(self) -> Path | None:
-        """``own`` as a path."""
-        return Path(self.own) if self.own else None
+    def private_path(self) -> Path | None:
+        """``private_folder`` as a path."""
+        return Path(self.private_folder) if self.private_folder else None
 
     @classmethod
     def read(cls, path: Path) -> Layout:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.protocol import SCHEMA, read_object
 from envscaler_airflow import __version__
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
@@ -113,7 +113,10 @@ class EventLog:
 
         Raises:
             StoreError: It is unknown whether the event was stored, or other writers won every race.
+            ProtocolError: The run is of another major version.
         """
+        if self._known == 0 and (first := self._text(1)) is not None:
+            read_object(first, where=self._where(1), max_bytes=MAX_EVENT_BYTES)
         for _ in range(_REQUEST_TRIES):
             event = self.append(self._last(), body, actor=actor)
             if event is not None:

@@ -15,6 +15,7 @@ from envscaler_agent.protocol import (
     Status,
     Transfer,
     control_name,
+    read_object,
     status_name,
 )
 from envscaler_airflow.errors import ProtocolError, SpecError
@@ -94,7 +95,8 @@ class Run(StoreView):
         if self._key is not None:
             return self._key
         try:
-            key = RunKey.from_dict(json.loads(self.read(RUN, max_bytes=MAX_KEY_BYTES) or b"{}")["key"])
+            text = self.read(RUN, max_bytes=MAX_KEY_BYTES)
+            key = RunKey.from_dict(read_object(text, where=self.uri(RUN))["key"] if text else {})
         except (ValueError, KeyError, TypeError) as err:
             raise ProtocolError(f"{self.uri(RUN)}: expected the key of a run, got {err!r}") from err
         if key.prefix != self.prefix:

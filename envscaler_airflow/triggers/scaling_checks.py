@@ -177,7 +177,7 @@ def summary(state: RunState) -> dict[str, Any]:
         "status": state.status,
         "generation": state.generation,
         "attempts": len(attempts),
-        "moves": sum(attempt.stop_why == "move" and attempt.target is not None for attempt in attempts),
+        "moves": sum(attempt.stop_reason == "move" and attempt.target is not None for attempt in attempts),
         "changes": sum(len(attempt.earlier) for attempt in attempts),
         "allocations": [attempt.allocation.name for attempt in attempts],
     }

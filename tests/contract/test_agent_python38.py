@@ -106,7 +106,7 @@ def test_messages_are_read_and_written():
     """The protocol's types work there."""
     code = (
         "from envscaler_agent.protocol import Control; "
-        "c = Control(sequence=3, action='leave', candidates=('g1-step-00000001-a1',)); "
+        "c = Control(sequence=3, action='drain', candidates=('g1-step-00000001-a1',)); "
         "print(Control.from_json(c.to_json(), where='x') == c)"
     )
 
@@ -119,8 +119,8 @@ def test_a_whole_stage_runs(tmp_path):
     spool = tmp_path / "spool"
     spool.mkdir()
     session = {"generation": 1, "attempt": 2, "every": {"steps": 50}, "log_patterns": {"loss": r"loss (\S+)"}}
-    (spool / "start.json").write_text(json.dumps({"schema": "1.0", "session": session}), encoding="utf-8")
-    control = {"schema": "1.0", "sequence": 1, "action": "leave", "align": "epoch"}
+    (spool / "start.json").write_text(json.dumps({"schema": "2.0", "session": session}), encoding="utf-8")
+    control = {"schema": "2.0", "sequence": 1, "action": "drain", "align": "epoch"}
     train = BOOT.format(root=str(PACKAGE.parent)) + (
         "import time, pathlib\n"
         "from envscaler_agent import Session\n"
@@ -142,6 +142,6 @@ def test_a_whole_stage_runs(tmp_path):
     assert saves[0] == "g1-step-00000050-a2"
     assert int(saves[-1].split("-")[2]) % 25 == 0
     status = json.loads((spool / "wrapper.json").read_text())
-    assert status["ended"]["reason"] == "left"
+    assert status["ended"]["reason"] == "drained"
     lines = (spool / "metrics" / "000001.jsonl").read_text().splitlines()
     assert any("memory_rss_bytes" in json.loads(line) for line in lines)

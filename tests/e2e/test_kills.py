@@ -171,7 +171,7 @@ def test_deferral_timeout_saves_and_a_clear_goes_on(begin: Callable):
 
     outcomes = [attempt.outcome for attempt in run.state().attempts]
     assert outcomes[-1] == "succeeded"
-    assert set(outcomes[:-1]) == {"left"}
+    assert set(outcomes[:-1]) == {"drained"}
     run.check()
 
 

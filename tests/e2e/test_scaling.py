@@ -21,7 +21,7 @@ def test_the_sensor_moves_the_stage_to_the_faster_offer(begin: Callable):
     summary = run.airflow.xcom(run.dag_id, run.run_id, "autoscale")
     assert state == "success"
     assert [a.allocation.name for a in attempts] == ["local/cpu-1", "local/cpu-2"]
-    assert [a.stop_why for a in attempts] == ["move", ""]
+    assert [a.stop_reason for a in attempts] == ["move", ""]
     assert [step for _, _, step in run.steps()] == list(range(1, 561))
     assert summary["runs"]["-1"]["moves"] == 1
     moves = [event.type for event in run.events() if event.type.startswith("move-")]

@@ -52,7 +52,7 @@ def goes_on(run) -> None:
     run.airflow.set_state(run.dag_id, run.run_id, "train", "failed")
     run.wait_gone()
     assert run.state().generation == 1
-    assert [attempt.outcome for attempt in run.state().attempts][:1] == ["left"]
+    assert [attempt.outcome for attempt in run.state().attempts][:1] == ["drained"]
     run.check()
 
 

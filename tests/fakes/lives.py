@@ -20,7 +20,7 @@ class Life:
         self.spool = folder / f"a{attempt}"
         (self.spool / "checkpoints").mkdir(parents=True)
         session = {"generation": 1, "attempt": attempt, "node": 0, "nodes": 1, "every": every}
-        start = {"schema": "1.0", "session": {key: value for key, value in session.items() if value}}
+        start = {"schema": "2.0", "session": {key: value for key, value in session.items() if value}}
         if restore is not None:
             step = parse_checkpoint_name(restore.name)[1]
             start["restore"] = {"path": str(restore), "name": restore.name, "step": step}
@@ -67,7 +67,7 @@ class Life:
     def ask_to_leave(self, align="now"):
         """Write what the owner writes for a move."""
         draft = self.spool / ".control"
-        draft.write_bytes(Control(sequence=1, action="leave", align=align, reason="move").to_json())
+        draft.write_bytes(Control(sequence=1, action="drain", align=align, reason="move").to_json())
         draft.rename(self.spool / "control.json")
 
     def wait(self, patience_s=90):

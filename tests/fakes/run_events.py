@@ -67,9 +67,12 @@ def owner(actor):
 
 def requested(why="stop"):
     """A user requests a stop."""
-    return ("stop-requested", {"reason": "enough", "by": "me", "why": why}, None)
+    return ("stop-requested", {"reason": "enough", "by": "me", "stop_reason": why}, None)
 
 
 def stopping(why, attempt=1, **more):
     """The owner requests a save and stop of the attempt."""
-    return ("attempt-stopping", {"generation": 1, "attempt": attempt, "why": why, "reason": "enough", **more})
+    return (
+        "attempt-stopping",
+        {"generation": 1, "attempt": attempt, "stop_reason": why, "reason": "enough", **more},
+    )

@@ -71,7 +71,7 @@ def test_lost_and_moved_it_ends_with_the_parameters_of_the_undisturbed(framework
 
     assert owner.returncode == 0, output
     attempts = run.state().attempts
-    assert [each.outcome for each in attempts] == ["lost", "left", "succeeded"], output
+    assert [each.outcome for each in attempts] == ["lost", "drained", "succeeded"], output
     starts = [each.end.start_step for each in attempts[1:]]
     assert starts[0] >= 10
     assert starts[1] > starts[0]
@@ -90,7 +90,7 @@ def test_one_worker_two_and_one_again_train_the_model_of_one(owned, tmp_path):
 
     assert owner.returncode == 0, output
     attempts = run.state().attempts
-    assert [each.outcome for each in attempts] == ["left", "left", "succeeded"], output
+    assert [each.outcome for each in attempts] == ["drained", "drained", "succeeded"], output
     assert [each.allocation.nodes for each in attempts] == [1, 2, 1]
     assert [body["world_size"] for body in (first, second)] == [1, 2]
     assert [body["global_batch"] for body in (first, second)] == [32, 32]

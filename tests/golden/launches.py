@@ -297,7 +297,7 @@ def _opened(data: dict[str, Any]) -> dict[str, Any]:
 
 def _below(layout: dict[str, Any], root: Path) -> dict[str, Any]:
     """*layout* with every folder below *root*, without volumes."""
-    moved = dict(layout, mounts=[], own=None, seen_as={})
+    moved = dict(layout, mounts=[], private_folder=None, training_paths={})
     for name in ("work", "checkpoint_path"):
         moved[name] = f"{root}{layout[name]}" if layout.get(name) else None
     moved["outputs"] = {name: f"{root}{path}" for name, path in layout["outputs"].items()}

@@ -74,7 +74,7 @@ def _after(outcome):
 
 
 def _after_stop(why):
-    return _next(intended(), started(), stopping(why), ended("left", step=7))
+    return _next(intended(), started(), stopping(why), ended("drained", step=7))
 
 
 def _pending(reason):

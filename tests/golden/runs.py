@@ -162,7 +162,7 @@ class Recorder:
 
     def drain(self, step):
         """Let the live attempt save and end, as the owner requests."""
-        self.end(step, "left", exit_code=85, save=True)
+        self.end(step, "drained", exit_code=85, save=True)
 
     def request_move(self, target, *, forced=True):
         """Request *target*, as the sensor does."""

@@ -78,7 +78,7 @@ def _cases(live):
             "no capacity": _seen("pending", reason="capacity", detail="0/3 nodes are free"),
             "no image": _seen("pending", reason="image", detail="manifest unknown"),
             "lost": _seen("lost", step=40),
-            "left": _seen("ended", step=40, ended=Ended(exit_code=85, reason="left")),
+            "drained": _seen("ended", step=40, ended=Ended(exit_code=85, reason="drained")),
             "crashed": _seen(
                 "ended", step=40, ended=Ended(exit_code=1, reason="failed", detail="ValueError")
             ),
@@ -99,7 +99,7 @@ def _seen(state, *, step=None, ended=None, health="ok", is_overdue=False, **node
 def action_words(action):
     """One line: the kind, and every field with an unusual value."""
     facts = {
-        "why": action.why,
+        "stop_reason": action.stop_reason,
         "failure": action.failure,
         "target": action.target and action.target.name,
         "memory_bytes": action.memory_bytes,
@@ -161,7 +161,7 @@ def _attempt(one):
         "released_at": one.released_at,
         "spec_hash": one.spec_hash,
         "step": one.step,
-        "stop_why": one.stop_why,
+        "stop_reason": one.stop_reason,
         "target": one.target and one.target.name,
         "times": [one.intended_at, one.started_at, one.stopping_at, one.ended_at],
         "unreleased": one.unreleased,

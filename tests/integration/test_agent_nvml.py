@@ -339,7 +339,7 @@ def wrapped(driver, folder, is_enough, **environ):
     root, end = folder / "spool", folder / "end"
     root.mkdir()
     session = {"generation": 1, "attempt": 1, "sample_interval_s": 0.2}
-    (root / "start.json").write_text(json.dumps({"schema": "1.0", "session": session}))
+    (root / "start.json").write_text(json.dumps({"schema": "2.0", "session": session}))
     agent = [sys.executable, "-m", "envscaler_agent", "run", "--spool", str(root), "--"]
     training = subprocess.Popen(
         [*agent, sys.executable, "-c", TRAINING, str(end)],

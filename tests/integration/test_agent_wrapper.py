@@ -14,7 +14,7 @@ from fakes.wrapped import TRAIN, Node
 from envscaler_agent import process
 from envscaler_agent import spool as ex
 from envscaler_agent.ending import (
-    EXIT_LEFT,
+    EXIT_DRAINED,
     EXIT_NOT_FOUND,
     EXIT_ORPHANED,
     EXIT_SETUP_FAILED,
@@ -104,7 +104,7 @@ def test_a_setup_that_failed(node):
 def test_a_setup_that_was_not_to_be(node):
     """The sidecar was asked to stop, or lost its store: the stage has not failed."""
     for reason, expected in (("stopped", EXIT_STOPPED), ("orphaned", EXIT_ORPHANED)):
-        code, _, _ = node.start("echo", "no", setup={"failed": "asked to leave", "reason": reason}).end()
+        code, _, _ = node.start("echo", "no", setup={"failed": "asked to drain", "reason": reason}).end()
         assert (code, node.status().ended.reason) == (expected, reason)
 
 
@@ -207,16 +207,16 @@ def test_orphans_become_no_zombies(node):
 
 def test_cooperating_code_leaves_at_the_end_of_an_epoch(node):
     """Saved at a multiple of 20 steps, the protocol's code, and the control acknowledged (feature C3)."""
-    node.train().ask("leave", align="epoch", align_timeout_s=60, grace_s=20)
+    node.train().ask("drain", align="epoch", align_timeout_s=60, grace_s=20)
 
     code, _, _ = node.end()
 
     (name,) = node.saves()
-    assert code == EXIT_LEFT
+    assert code == EXIT_DRAINED
     assert int(name.split("-")[2]) % 20 == 0
     assert (node.spool.checkpoints / name / "w").exists()
     status = node.status()
-    assert (status.ended.reason, status.control_sequence) == ("left", 1)
+    assert (status.ended.reason, status.control_sequence) == ("drained", 1)
     assert status.progress.first_step_s < status.progress.elapsed_s
 
 
@@ -224,15 +224,15 @@ def test_a_training_that_leaves_in_a_pipeline_has_not_succeeded(node):
     """A shell ends with the code of ``cat``, which is 0: the work is unfinished nevertheless."""
     node.start("sh", "-c", '"$0" -c "$1" | cat', sys.executable, TRAIN.format(in_save=""))
     node.until(lambda: (node.report().progress.step or 0) > 5)
-    node.ask("leave", align="step")
+    node.ask("drain", align="step")
 
-    assert node.end()[0] == EXIT_LEFT
-    assert (node.status().ended.reason, len(node.saves())) == ("left", 1)
+    assert node.end()[0] == EXIT_DRAINED
+    assert (node.status().ended.reason, len(node.saves())) == ("drained", 1)
 
 
 def test_a_run_that_nobody_owns_is_orphaned(node):
     """The sidecar's reason says it."""
-    node.train().ask("leave", align="step", reason="orphaned: the lease stood still")
+    node.train().ask("drain", align="step", reason="orphaned: the lease stood still")
 
     assert node.end()[0] == EXIT_ORPHANED
     assert node.status().ended.reason == "orphaned"
@@ -251,25 +251,25 @@ def test_sigterm_to_the_wrapper_lets_the_training_save(node):
 
 def test_a_signal_after_a_leave_keeps_it_a_leave(node):
     """A graceful delete sends both."""
-    node.train().ask("leave", align="epoch", align_timeout_s=60)
+    node.train().ask("drain", align="epoch", align_timeout_s=60)
     node.until(lambda: node.status().control_sequence == 1)
     node.process.terminate()
 
-    assert node.end()[0] == EXIT_LEFT
+    assert node.end()[0] == EXIT_DRAINED
 
 
 def test_code_that_does_not_cooperate_is_told_after_the_snapshot(node, tmp_path):
     """Not before the sidecar has copied the last save of the code."""
     node.start("sh", "-c", "echo up; exec sleep 300", checkpoint_path=str(tmp_path))
     node.until(lambda: b"up" in node.log())
-    node.ask("leave", align="step", align_timeout_s=60, grace_s=5)
-    node.until(lambda: node.status().phase == "leaving")
+    node.ask("drain", align="step", align_timeout_s=60, grace_s=5)
+    node.until(lambda: node.status().phase == "draining")
     time.sleep(1.2)
     assert node.process.poll() is None
 
     ex.write_json(node.spool.snapshot, {"sequence": 1})
 
-    assert node.end()[0] == EXIT_LEFT
+    assert node.end()[0] == EXIT_DRAINED
     assert node.status().ended.signal == signal.SIGTERM
 
 
@@ -288,7 +288,7 @@ def test_a_training_that_ends_by_itself_when_asked_has_succeeded(node):
     """Nothing is left to move."""
     node.start("sh", "-c", "echo up; sleep 1; exit 0", checkpoint_path="/tmp")
     node.until(lambda: b"up" in node.log())
-    node.ask("leave", align_timeout_s=60)
+    node.ask("drain", align_timeout_s=60)
 
     assert node.end()[0] == 0
     assert node.status().ended.reason == "succeeded"
@@ -296,7 +296,7 @@ def test_a_training_that_ends_by_itself_when_asked_has_succeeded(node):
 
 def test_a_leave_whose_save_fails_is_reported(node):
     """A full disk: the owner gets the reason and the lines."""
-    node.train(in_save="open('/dev/full', 'w').write('x' * 10**6)").ask("leave", align="step")
+    node.train(in_save="open('/dev/full', 'w').write('x' * 10**6)").ask("drain", align="step")
 
     code, _, _ = node.end()
 
@@ -373,9 +373,9 @@ def test_two_ranks_leave_at_the_same_step(node):
     """
     node.start(*python(worker), every={"steps": 50})
     node.until(node.saves)
-    node.ask("leave", align="step", grace_s=20, align_timeout_s=20)
+    node.ask("drain", align="step", grace_s=20, align_timeout_s=20)
 
-    assert node.end()[0] == EXIT_LEFT  # although the launcher exits with 1
+    assert node.end()[0] == EXIT_DRAINED  # although the launcher exits with 1
     for name in node.saves():
         step = str(int(name.split("-")[2]))
         folder = node.spool.checkpoints / name
@@ -574,11 +574,11 @@ def test_one_installed_package_of_the_agent_is_not_worth_a_line(node):
 def test_a_start_of_another_major_version_names_both(node):
     """The command is not started, and the status says why."""
     node.spool.root.mkdir(parents=True)
-    node.spool.start.write_text('{"schema": "2.0", "session": {}}')
+    node.spool.start.write_text('{"schema": "3.0", "session": {}}')
 
     code, out, err = node.run("--", "echo", "one").end()
 
     ended = node.status().ended
     assert (code, out, ended.reason) == (EXIT_SETUP_FAILED, "", "setup-failed")
-    assert "start.json: schema '2.0', this side uses 1.0 (envscaler " in err
-    assert "start.json: schema '2.0', this side uses 1.0 (envscaler " in ended.detail
+    assert "start.json: schema '3.0', this side uses 2.0 (envscaler " in err
+    assert "start.json: schema '3.0', this side uses 2.0 (envscaler " in ended.detail

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envscaler_agent.ending import EXIT_LEFT
+from envscaler_agent.ending import EXIT_DRAINED
 from envscaler_agent.protocol import Control, parse_checkpoint_name
 
 STAGES = Path(__file__).parents[2] / "dags/examples/text_classifier"
@@ -63,7 +63,7 @@ class Life:
         self.output = folder / "model"
         (self.spool / "checkpoints").mkdir(parents=True)
         session = {"generation": 1, "attempt": attempt, "node": 0, "nodes": 1, "every": {"steps": 17}}
-        start = {"schema": "1.0", "session": session}
+        start = {"schema": "2.0", "session": session}
         if restore is not None:
             step = parse_checkpoint_name(restore.name)[1]
             start["restore"] = {"path": str(restore), "name": restore.name, "step": step}
@@ -103,7 +103,7 @@ class Life:
 
     def ask_to_leave(self):
         """Write what the owner writes for a move."""
-        control = Control(sequence=1, action="leave", align="epoch", reason="move")
+        control = Control(sequence=1, action="drain", align="epoch", reason="move")
         draft = self.spool / ".control"
         draft.write_bytes(control.to_json())
         draft.rename(self.spool / "control.json")
@@ -189,7 +189,7 @@ def test_moved_at_an_epoch_end_to_another_number_of_processes(lives, whole):
     epoch, position = first.place()
     second = lives(2, first.newest)
 
-    assert code == EXIT_LEFT
+    assert code == EXIT_DRAINED
     assert 0 < epoch < EPOCHS
     assert position == 0
     assert second.wait() == 0, second.process.stdout.read()

@@ -13,7 +13,7 @@ import pytest
 from envscaler_airflow.store import RunKey, open_store
 
 TESTS = Path(__file__).parents[1]
-RECORDED = TESTS / "compat/0.1.0/run"
+RECORDED = TESTS / "compat/schema-2/run"
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from envscaler_airflow.plugin import app
 
 
-RECORDED = Path(__file__).parents[1] / "compat/0.1.0/run"
+RECORDED = Path(__file__).parents[1] / "compat/schema-2/run"
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def main():
         file.write(f"{os.getpid()}\n")
     if len(births.read_text().split()) <= options.die:
         sys.exit("sidecar stand-in: dies as it was told")
-    _write(options.spool / "start.json", {"schema": "1.0"})
+    _write(options.spool / "start.json", {"schema": "2.0"})
     _write(options.spool / "env.json", dict(os.environ))
     wrapper = options.spool / "wrapper.json"
     if options.give_up and len(births.read_text().split()) == 1:
@@ -35,7 +35,7 @@ def main():
         sys.exit(86)
     while not wrapper.exists() or options.hang:
         time.sleep(0.02)
-    _write(options.spool / "sidecar.json", {"schema": "1.0", "phase": "done"})
+    _write(options.spool / "sidecar.json", {"schema": "2.0", "phase": "done"})
 
 
 def _write(path, body):

@@ -35,7 +35,7 @@ def main():
 def _end(spool, code, reason, detail, *, number=None):
     ended = {"exit_code": code, "signal": number, "reason": reason, "detail": detail}
     draft = spool / ".wrapper"
-    draft.write_text(json.dumps({"schema": "1.0", "phase": "ended", "ended": ended}))
+    draft.write_text(json.dumps({"schema": "2.0", "phase": "ended", "ended": ended}))
     draft.replace(spool / "wrapper.json")
     return 128 + number if number else code
 

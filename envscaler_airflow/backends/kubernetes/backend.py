@@ -422,7 +422,7 @@ class KubernetesBackend:
         if any(node.reason == "quota" for node in status.nodes):
             for part, seen in self._look(handle):
                 if not seen.pods:
-                    amend(self.cluster, part, {"metadata": {"annotations": {names.LATE: "true"}}})
+                    amend(self.cluster, part, {"metadata": {"annotations": {names.DELAYED_PODS: "true"}}})
 
     def _take_back(self, handle: Handle) -> None:
         for part in self._parts(handle):
@@ -492,7 +492,7 @@ class KubernetesBackend:
         found = [(part, with_history(self.cluster, part, seen)) for part, seen in self._look(handle)]
         for part, seen in found:
             if came_late(seen, part):
-                amend(self.cluster, part, {"metadata": {"annotations": {names.LATE: "true"}}})
+                amend(self.cluster, part, {"metadata": {"annotations": {names.DELAYED_PODS: "true"}}})
         return found
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:

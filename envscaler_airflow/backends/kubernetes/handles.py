@@ -43,7 +43,7 @@ class Part:
         metadata = job["metadata"]
         labels = metadata.get("labels") or {}
         nodes = int(labels.get(names.NODES) or job["spec"]["completions"])
-        first = int(labels.get(names.FIRST) or 0)
+        first = int(labels.get(names.FIRST_NODE) or 0)
         return cls(
             metadata["namespace"],
             metadata["name"],
@@ -77,7 +77,7 @@ def marks_of(request: AttemptRequest, namespace: str) -> list[Json]:
             "metadata": {
                 "name": names.part_name(name, index),
                 "namespace": namespace,
-                "labels": {**labels, names.NODES: str(part.nodes), names.FIRST: str(part.first_rank)},
+                "labels": {**labels, names.NODES: str(part.nodes), names.FIRST_NODE: str(part.first_rank)},
             }
         }
         for index, part in enumerate(request.allocation.parts)

@@ -54,7 +54,7 @@ def rescale_patch(job: Mapping[str, Any], nodes: int) -> dict[str, Any]:
         BackendError: It was not created for this many.
     """
     metadata = job["metadata"]
-    most = int((metadata.get("labels") or {}).get(names.MOST) or 0)
+    most = int((metadata.get("labels") or {}).get(names.MAX_NODES) or 0)
     if not 1 <= nodes <= most:
         raise BackendError(f"{metadata['name']}: {nodes} nodes: it was made for {most or 'a fixed number'}")
     return {

@@ -106,7 +106,7 @@ def _of_gone_pods(seen: Seen, part: Part) -> Iterator[UsageInterval]:
         timestamp((job.get("status") or {}).get("startTime")),
         job.get("metadata", {}).get("labels"),
     )
-    begun = int((labels or {}).get(names.BEGUN) or part.nodes)
+    begun = int((labels or {}).get(names.INITIAL_NODES) or part.nodes)
     made: dict[int, float] = {}
     for pod in seen.pods:
         node, at = index_of(pod), timestamp(pod["metadata"].get("creationTimestamp"))
@@ -162,7 +162,7 @@ def _is_first(pod: Json, seen: Seen) -> bool:
 
 
 def _is_late(job: Json) -> bool:
-    return bool((job.get("metadata", {}).get("annotations") or {}).get(names.LATE) == "true")
+    return bool((job.get("metadata", {}).get("annotations") or {}).get(names.DELAYED_PODS) == "true")
 
 
 def _is_over(seen: Seen) -> bool:

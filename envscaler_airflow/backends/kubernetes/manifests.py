@@ -213,20 +213,22 @@ class _Attempt:
     @property
     def is_elastic(self) -> bool:
         """True when its number of nodes may change during the run."""
-        return self.launch.most_nodes is not None and not self.request.allocation.is_mixed
+        return self.launch.max_nodes is not None and not self.request.allocation.is_mixed
 
     @property
     def most(self) -> int:
         """Most nodes that this Job may have."""
-        return max(self.part.nodes, self.launch.most_nodes or 0) if self.is_elastic else self.part.nodes
+        return max(self.part.nodes, self.launch.max_nodes or 0) if self.is_elastic else self.part.nodes
 
     def job(self) -> dict[str, Any]:
         request, settings = self.request, self.settings
         nodes, first = self.part.nodes, self.part.first_rank
         labels = names.labels_of(request)
         job_labels = labels | ({names.QUEUE: settings.queue} if settings.queue else {})
-        job_labels |= {names.FIRST: str(first)} if first else {}
-        job_labels |= {names.MOST: str(self.most), names.BEGUN: str(nodes)} if self.is_elastic else {}
+        job_labels |= {names.FIRST_NODE: str(first)} if first else {}
+        job_labels |= (
+            {names.MAX_NODES: str(self.most), names.INITIAL_NODES: str(nodes)} if self.is_elastic else {}
+        )
         template = self._template(labels)
         holds = any(names.RUN in claim["metadata"].get("labels", {}) for claim in self.claims())
         spec: dict[str, Any] = {
@@ -256,7 +258,7 @@ class _Attempt:
                     names.STORE: request.store_url,
                     names.STAGE: request.run_label,
                 }
-                | ({names.HOLDS: "true"} if holds else {}),
+                | ({names.DELETES_CLAIMS: "true"} if holds else {}),
             },
             "spec": spec,
         }
@@ -360,7 +362,7 @@ class _Attempt:
 
     def _sidecar(self, mounts: at.Mounts) -> dict[str, Any]:
         own = {"first_node": self.part.first_rank} if self.part.first_rank else {}
-        own |= {"most_nodes": self.most} if self.is_elastic else {}
+        own |= {"max_nodes": self.most} if self.is_elastic else {}
         words = self.request.sidecar_options(at.SPOOL, f"{at.LAYOUT}/layout.json", **own)
         command = ["-m", "envscaler_airflow.backends.kubernetes.pod_sidecar", *map(escaped, words)]
         container = self._agent(SIDECAR, command, mounts.sidecar)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from envscaler_airflow.backends.kubernetes.names import HOLDS, claim_name, dns_label
+from envscaler_airflow.backends.kubernetes.names import DELETES_CLAIMS, claim_name, dns_label
 from envscaler_airflow.envspec.models import OBJECT_STORES, Volume
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.launch import Launch, Paths
@@ -243,7 +243,7 @@ def holds_s(job: Mapping[str, Any], ttl_s: int) -> int:
     """
     conditions = (job.get("status") or {}).get("conditions") or ()
     is_complete = any(one["type"] == "Complete" and one["status"] == "True" for one in conditions)
-    holds = (job["metadata"].get("annotations") or {}).get(HOLDS) == "true"
+    holds = (job["metadata"].get("annotations") or {}).get(DELETES_CLAIMS) == "true"
     return ttl_s if holds and not is_complete else 0
 
 
@@ -292,7 +292,7 @@ def layout_of(
             ],
             "command": list(launch.command),
             "store_options": dict(store_options),
-            "own": OWN,
+            "private_folder": OWN,
         }
-        | ({"processes_per_node": launch.processes_per_node} if launch.most_nodes is not None else {})
+        | ({"processes_per_node": launch.processes_per_node} if launch.max_nodes is not None else {})
     )

@@ -1,7 +1,7 @@
 """The native sidecar of a pod: prepares the node, keeps the sidecar process running, and lets it finish.
 
     python -m envscaler_airflow.backends.kubernetes.pod_sidecar --spool E --store URL --prefix P
-        --generation G --attempt A --nodes M --layout layout.json [--first-node N] [--most-nodes N]
+        --generation G --attempt A --nodes M --layout layout.json [--first-node N] [--max-nodes N]
 
 The sidecar claims the node by the pod's uid: what a lost pod still writes does not count once another pod
 replaces it. Node 0 publishes its address in its status, with its choice of the checkpoint. The others read
@@ -65,14 +65,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--layout", type=Path, required=True)
     parser.add_argument("--first-node", type=int, default=0)
-    parser.add_argument("--most-nodes", type=int, default=1)
+    parser.add_argument("--max-nodes", type=int, default=1)
     return parser.parse_args(arguments)
 
 
 def _sidecar_options(options: argparse.Namespace, node: int) -> list[str]:
     values = {**vars(options), "node": node}
-    del values["first_node"], values["most_nodes"]
-    most = max(options.nodes, options.most_nodes)
+    del values["first_node"], values["max_nodes"]
+    most = max(options.nodes, options.max_nodes)
     address = address_of(node, most=most, pod_ip=os.environ.get("POD_IP"))
     known = {"uid": os.environ.get("POD_UID"), "address": address}
     values |= {name: value for name, value in known.items() if value}

@@ -374,7 +374,7 @@ class _Start:
         An interrupted submit may have given it to some nodes already; the others get the same one.
         """
         nodes = self._request.allocation.nodes
-        if nodes == 1 and self._request.launch.most_nodes is None:
+        if nodes == 1 and self._request.launch.max_nodes is None:
             return {}
         for node in range(nodes):
             told = files.read_json(files.node_folder(self._folder, node) / files.REQUEST) or {}

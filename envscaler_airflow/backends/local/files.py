@@ -26,10 +26,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.local_files import read_bytes, write_atomic
 
-SCHEMA = "1.0"
 LOCK, REQUEST, LAYOUT = "lock", "request.json", "layout.json"
 NODE, STOP, END = "node.json", "stop.json", "end.json"
 BALLAST, BALLAST_BYTES = "ballast", 1 << 20

@@ -223,7 +223,7 @@ class _Node:
                 for volume in self.launch.paths.volumes
             ],
             "command": command,
-            "seen_as": {here: original for original, here in self.paths.pairs},
+            "training_paths": {here: original for original, here in self.paths.pairs},
             "store_options": self._store_options(),
         }
 

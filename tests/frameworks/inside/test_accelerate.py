@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
-from envscaler_agent.ending import EXIT_LEFT
+from envscaler_agent.ending import EXIT_DRAINED
 from envscaler_agent.frameworks.accelerate import AcceleratedSession
 
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(2))
@@ -114,12 +114,12 @@ def test_accumulated_gradients_count_as_one_step(rig):
 
 def test_asked_to_leave_it_saves_and_ends(rig):
     """``SystemExit`` with the protocol's code."""
-    rig.ask("leave")
+    rig.ask("drain")
 
     with pytest.raises(SystemExit) as left:
         train(rig)
 
-    assert left.value.code == EXIT_LEFT
+    assert left.value.code == EXIT_DRAINED
     assert rig.names() == ["g1-step-00000001-a2"]
 
 
@@ -127,7 +127,7 @@ def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig):
     """A request has no effect when no work is left."""
 
     def ask(_epoch):
-        rig.ask("leave")
+        rig.ask("drain")
         rig.now += 10
 
     _, session = train(rig, epochs=1, on_epoch=ask)

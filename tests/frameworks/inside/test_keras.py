@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from envscaler_agent.ending import EXIT_LEFT
+from envscaler_agent.ending import EXIT_DRAINED
 from envscaler_agent.frameworks.keras import SessionCallback
 from envscaler_agent.frameworks.torch import ResumableLoader
 
@@ -87,12 +87,12 @@ def test_arrays_are_saved_at_the_ends_of_epochs_alone(rig_every):
 
 def test_asked_to_leave_it_saves_and_ends(rig):
     """``SystemExit`` with the protocol's code, through ``fit``."""
-    rig.ask("leave")
+    rig.ask("drain")
 
     with pytest.raises(SystemExit) as left:
         fit(rig, with_loader=True)
 
-    assert left.value.code == EXIT_LEFT
+    assert left.value.code == EXIT_DRAINED
     assert rig.names() == ["g1-step-00000001-a2"]
 
 
@@ -101,7 +101,7 @@ def test_asked_to_leave_at_the_last_step_it_resumes_to_an_end(rig):
 
     def ask(batch, _logs=None, **_):
         if batch == 5:
-            rig.ask("leave")
+            rig.ask("drain")
             rig.now += 10
 
     asks = keras.callbacks.LambdaCallback(on_train_batch_begin=ask)

@@ -8,7 +8,7 @@ import lightning
 import pytest
 import torch
 
-from envscaler_agent.ending import EXIT_LEFT
+from envscaler_agent.ending import EXIT_DRAINED
 from envscaler_agent.frameworks.lightning import SessionCallback
 from envscaler_agent.frameworks.torch import ResumableLoader
 
@@ -104,12 +104,12 @@ def test_accumulated_gradients_count_as_one_step(rig):
 
 def test_asked_to_leave_it_saves_and_ends(rig):
     """``SystemExit`` with the protocol's code, through Lightning's loop."""
-    rig.ask("leave")
+    rig.ask("drain")
 
     with pytest.raises(SystemExit) as left:
         fit([SessionCallback(rig.session())])
 
-    assert left.value.code == EXIT_LEFT
+    assert left.value.code == EXIT_DRAINED
     assert rig.names() == ["g1-step-00000001-a2"]
 
 
@@ -119,7 +119,7 @@ def test_asked_to_leave_at_the_last_step_it_resumes_to_an_end(rig):
     class AskAtTheEnd(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == 17:
-                rig.ask("leave")
+                rig.ask("drain")
                 rig.now += 10
 
     with pytest.raises(SystemExit):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from envscaler_agent.ending import EXIT_LEFT
+from envscaler_agent.ending import EXIT_DRAINED
 from envscaler_agent.frameworks.transformers import SessionCallback
 
 
@@ -159,12 +159,12 @@ def test_asked_to_leave_it_saves_and_ends(rig, tmp_path):
     """``SystemExit`` with the protocol's code, through the Trainer's loop."""
     made = trainer(tmp_path / "out")
     SessionCallback(made, rig.session())
-    rig.ask("leave")
+    rig.ask("drain")
 
     with pytest.raises(SystemExit) as left:
         made.train()
 
-    assert left.value.code == EXIT_LEFT
+    assert left.value.code == EXIT_DRAINED
     assert rig.names() == ["g1-step-00000001-a2"]
 
 
@@ -176,7 +176,7 @@ def test_asked_to_leave_at_the_last_step_it_ends_as_it_would(rig, tmp_path, opti
     class AskAtTheEnd(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
             if state.global_step == state.max_steps - 1:
-                rig.ask("leave")
+                rig.ask("drain")
                 rig.now += 10
 
     made.add_callback(AskAtTheEnd())

@@ -330,7 +330,7 @@ def test_one_node_that_went_leaves_the_others(cluster, connect):
     cluster.pod(f"{handle.name}-2-").exit(1)
 
     reasons = [reason for _, reason in over(backend, handle)]
-    assert reasons[1:] == ["left", "failed"]
+    assert reasons[1:] == ["drained", "failed"]
     assert reasons[0] in ("killed", "stopped")
 
 

@@ -100,7 +100,7 @@ def test_a_cluster_that_cannot_resize_gets_a_next_attempt(cluster, stage):
 
     last = move(run, Allocation(offer_of(run.backend, 2)))
 
-    assert (last.type, last.body.why) == ("attempt-stopping", "move")
+    assert (last.type, last.body.stop_reason) == ("attempt-stopping", "move")
     assert last.body.reason.endswith("in place it is infeasible")
 
 
@@ -206,4 +206,4 @@ def test_a_budget_goes_by_the_clocks_of_store_and_cluster(cluster, stage, monkey
 
     assert half.allocation.usd_per_hour == pytest.approx(1.0)
     assert half.phase == "started"
-    assert run.state.live.stop_why == "budget"
+    assert run.state.live.stop_reason == "budget"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from envscaler_agent.ending import (
-    EXIT_LEFT,
+    EXIT_DRAINED,
     EXIT_ORPHANED,
     EXIT_STOPPED,
     Ask,
@@ -125,35 +125,38 @@ def test_the_kernels_count_comes_before_what_was_printed():
 
 
 @pytest.mark.parametrize(
-    ("asked", "code"), [("left", EXIT_LEFT), ("stopped", EXIT_STOPPED), ("orphaned", EXIT_ORPHANED)]
+    ("asked", "code"), [("drained", EXIT_DRAINED), ("stopped", EXIT_STOPPED), ("orphaned", EXIT_ORPHANED)]
 )
 def test_going_when_asked_has_its_own_codes(asked, code):
     """Whether the session drained or a signal ended it."""
-    assert reason(End(EXIT_LEFT, asked=asked, session_left=True)) == (asked, code)
+    assert reason(End(EXIT_DRAINED, asked=asked, session_drained=True)) == (asked, code)
     assert reason(End(-15, asked=asked, signalled=True)) == (asked, code)
     assert reason(End(0, asked=asked, signalled=True)) == (asked, code)
 
 
 def test_a_launcher_that_turns_leaving_into_a_failure_is_seen_through():
     """Under torchrun workers exit with 85 and the command with 1; the session had reported the drain."""
-    assert reason(End(1, asked="left", session_left=True), "ChildFailedError") == ("left", EXIT_LEFT)
+    assert reason(End(1, asked="drained", session_drained=True), "ChildFailedError") == (
+        "drained",
+        EXIT_DRAINED,
+    )
 
 
 def test_a_pipeline_that_turns_leaving_into_success_is_seen_through():
     """``python train.py | tee log`` ends with the exit code of ``tee``: the training still drained."""
-    assert reason(End(0, asked="left", session_left=True)) == ("left", EXIT_LEFT)
-    assert reason(End(0, asked="stopped", session_left=True)) == ("stopped", EXIT_STOPPED)
-    assert reason(End(0, asked="orphaned", session_left=True)) == ("orphaned", EXIT_ORPHANED)
+    assert reason(End(0, asked="drained", session_drained=True)) == ("drained", EXIT_DRAINED)
+    assert reason(End(0, asked="stopped", session_drained=True)) == ("stopped", EXIT_STOPPED)
+    assert reason(End(0, asked="orphaned", session_drained=True)) == ("orphaned", EXIT_ORPHANED)
 
 
 def test_finishing_by_itself_when_asked_to_leave_is_success():
     """The training made its last step before the signal."""
-    assert reason(End(0, asked="left")) == ("succeeded", 0)
+    assert reason(End(0, asked="drained")) == ("succeeded", 0)
 
 
 def test_failing_by_itself_when_asked_to_leave_is_failure():
     """The save raised: the owner must know."""
-    assert reason(End(1, asked="left"), "CheckpointError: disk") == ("failed", 1)
+    assert reason(End(1, asked="drained"), "CheckpointError: disk") == ("failed", 1)
 
 
 def test_a_failure_says_what_happened():
@@ -290,8 +293,8 @@ def test_a_worker_killed_for_memory_and_survived_does_not_explain_a_key_error():
         (End(0, wrapper_signalled=True, asked="stopped", step=23, total_steps=60), ("stopped", EXIT_STOPPED)),
         (End(0, wrapper_signalled=True, asked="stopped"), ("stopped", EXIT_STOPPED)),
         (End(0, wrapper_signalled=True, asked="stopped", step=60, total_steps=60), ("succeeded", 0)),
-        (End(0, signalled=True, asked="left", step=60, total_steps=60), ("succeeded", 0)),
-        (End(0, asked="left", step=23, total_steps=60), ("left", EXIT_LEFT)),
+        (End(0, signalled=True, asked="drained", step=60, total_steps=60), ("succeeded", 0)),
+        (End(0, asked="drained", step=23, total_steps=60), ("drained", EXIT_DRAINED)),
         (End(-15, wrapper_signalled=True, asked="stopped"), ("stopped", EXIT_STOPPED)),
         (End(1, wrapper_signalled=True, asked="stopped"), ("stopped", EXIT_STOPPED)),
     ],
@@ -318,7 +321,7 @@ def test_an_early_exit_0_is_a_success_that_says_so():
     )
 
 
-LEAVE = Ask("leave", at=0, align_timeout_s=100, grace_s=10, sequence=3)
+DRAIN = Ask("drain", at=0, align_timeout_s=100, grace_s=10, sequence=3)
 STOP = Ask("stop", at=0, grace_s=10, sequence=3)
 COOPERATES = Facts(cooperates=True)
 
@@ -326,10 +329,10 @@ COOPERATES = Facts(cooperates=True)
 @pytest.mark.parametrize(
     ("ask", "facts", "term", "kill"),
     [
-        (LEAVE, COOPERATES, 108, 110),
-        (LEAVE, Facts(cooperates=True, saving_since=20), 28, 30),
-        (LEAVE, Facts(), 0, 10),
-        (LEAVE, Facts(snapshot_pending=True), 100, 110),
+        (DRAIN, COOPERATES, 108, 110),
+        (DRAIN, Facts(cooperates=True, saving_since=20), 28, 30),
+        (DRAIN, Facts(), 0, 10),
+        (DRAIN, Facts(snapshot_pending=True), 100, 110),
         (STOP, COOPERATES, 8, 10),
         (STOP, Facts(), 0, 10),
     ],
@@ -346,15 +349,15 @@ def test_when_signals_are_sent(ask, facts, term, kill):
 
 def test_a_snapshot_that_comes_ends_the_wait():
     """The sidecar copied at 40: SIGTERM at once, SIGKILL one grace later."""
-    assert due_signal(LEAVE, 40, Facts(snapshot_pending=True)) is None
-    assert due_signal(LEAVE, 40, Facts()) == "term"
-    assert due_signal(LEAVE, 49, Facts(term_at=40)) is None
-    assert due_signal(LEAVE, 50, Facts(term_at=40)) == "kill"
+    assert due_signal(DRAIN, 40, Facts(snapshot_pending=True)) is None
+    assert due_signal(DRAIN, 40, Facts()) == "term"
+    assert due_signal(DRAIN, 49, Facts(term_at=40)) is None
+    assert due_signal(DRAIN, 50, Facts(term_at=40)) == "kill"
 
 
 def test_a_leave_now_waits_a_grace_for_the_snapshot():
     """The request has no alignment, but a copy takes time."""
-    now = Ask("leave", at=0, align_timeout_s=0, grace_s=10, sequence=3)
+    now = Ask("drain", at=0, align_timeout_s=0, grace_s=10, sequence=3)
 
     assert due_signal(now, 9, Facts(snapshot_pending=True)) is None
     assert due_signal(now, 10, Facts(snapshot_pending=True)) == "term"
@@ -363,11 +366,11 @@ def test_a_leave_now_waits_a_grace_for_the_snapshot():
 @pytest.mark.parametrize(
     ("ask", "outcome"),
     [
-        (LEAVE, "left"),
+        (DRAIN, "drained"),
         (STOP, "stopped"),
-        (Ask("leave", at=0, reason="orphaned: nobody owns it"), "orphaned"),
+        (Ask("drain", at=0, reason="orphaned: nobody owns it"), "orphaned"),
         (Ask("stop", at=0, reason="orphaned: nobody owns it"), "orphaned"),
-        (Ask("stop", at=0, reason="SIGTERM", was_leaving=True), "left"),
+        (Ask("stop", at=0, reason="SIGTERM", was_draining=True), "drained"),
     ],
 )
 def test_what_the_end_will_be_called(ask, outcome):

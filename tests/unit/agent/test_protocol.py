@@ -12,7 +12,7 @@ SHA = "0" * 64
 A_FILE = {"path": "a/b.bin", "size": 1, "sha256": SHA}
 MESSAGES = [
     Control(
-        sequence=3, action="leave", align="epoch", candidates=("g1-step-00000100-a1",), orphan_after_s=60
+        sequence=3, action="drain", align="epoch", candidates=("g1-step-00000100-a1",), orphan_after_s=60
     ),
     Status(progress=Progress(step=5, loss=-0.5), usage={"cpu_percent": 80.0}, ended=Ended(exit_code=1)),
     Manifest(files=(ManifestFile(**A_FILE),), step=100, epoch=1),
@@ -57,7 +57,7 @@ def test_what_is_unknown_is_left_out():
     assert json.loads(Progress(step=0).to_json()) == {"schema": protocol.SCHEMA, "step": 0}
 
 
-@pytest.mark.parametrize("schema", ["1.0", "1.7"])
+@pytest.mark.parametrize("schema", ["2.0", "2.7"])
 def test_fields_of_a_newer_minor_version_are_ignored(schema):
     """The newer side may send more."""
     body = json.dumps({"schema": schema, "step": 5, "mood": "good", "phase": None})
@@ -65,10 +65,20 @@ def test_fields_of_a_newer_minor_version_are_ignored(schema):
     assert Progress.from_json(body, where="x") == Progress(step=5)
 
 
-@pytest.mark.parametrize("schema", ["2.0", "0.9", 1, None])
+@pytest.mark.parametrize("schema", ["3.0", "0.9", 1, None])
 def test_another_major_version_is_refused_by_name(schema):
     """The message names both."""
     with pytest.raises(ProtocolError, match=rf"x: schema {schema!r}, this side uses {protocol.SCHEMA}"):
+        Progress.from_json(json.dumps({"schema": schema}), where="x")
+
+
+@pytest.mark.parametrize("schema", ["1.0", "1.4"])
+def test_a_document_of_the_first_schema_is_refused_by_the_name_of_its_version(schema):
+    """The message says what wrote it and what to do."""
+    told = (
+        rf"x: was written by an unreleased 0\.1\.0 .*\(schema {schema}\).*{protocol.SCHEMA}.*start a new run"
+    )
+    with pytest.raises(ProtocolError, match=told):
         Progress.from_json(json.dumps({"schema": schema}), where="x")
 
 
@@ -82,8 +92,8 @@ def test_another_major_version_is_refused_by_name(schema):
         (Progress, wire(step="5"), "step: got '5', expected int"),
         (Progress, wire(step=True), "step: got True, expected int"),
         (Progress, wire(step=2**63), "step: got 9223372036854775808, expected int"),
-        (Progress, '{"schema":"1.0","loss":NaN}', "NaN is not a number"),
-        (Progress, '{"schema":"1.0","loss":1e999}', "loss: inf is not a number"),
+        (Progress, '{"schema":"2.0","loss":NaN}', "NaN is not a number"),
+        (Progress, '{"schema":"2.0","loss":1e999}', "loss: inf is not a number"),
         (Status, wire(progress=5), "progress: got int, expected an object"),
         (Status, wire(usage=[1]), "usage: got list, expected an object"),
         (Status, wire(rejected="x"), "rejected: got str, expected a list"),

@@ -32,7 +32,7 @@ def test_a_rank_that_follows_never_decides(pair):
     _, second = pair
 
     assert not second.look()
-    assert second.decide(10, rk.LEAVE, epoch_end=False) == rk.NOTHING
+    assert second.decide(10, rk.DRAIN, epoch_end=False) == rk.NOTHING
 
 
 def test_the_first_rank_waits_for_all(pair):
@@ -101,8 +101,8 @@ def test_an_epoch_end_before_the_named_step_has_its_own_verdict(pair):
 
     with pytest.raises(CheckpointError, match="no verdict"):
         second.decide(22, rk.NOTHING, epoch_end=True)
-    assert first.decide(22, rk.LEAVE, epoch_end=True) == rk.LEAVE
-    assert second.decide(22, rk.NOTHING, epoch_end=True) == rk.LEAVE
+    assert first.decide(22, rk.DRAIN, epoch_end=True) == rk.DRAIN
+    assert second.decide(22, rk.NOTHING, epoch_end=True) == rk.DRAIN
 
 
 def test_a_rank_that_never_answers_is_named(pair):
@@ -165,8 +165,8 @@ def test_an_epoch_end_has_a_verdict_at_once(pair):
 
     with pytest.raises(CheckpointError, match="no verdict of rank 0 for step 20"):
         second.decide(20, rk.NOTHING, epoch_end=True)
-    assert first.decide(20, rk.LEAVE, epoch_end=True) == rk.LEAVE
-    assert second.decide(20, rk.NOTHING, epoch_end=True) == rk.LEAVE
+    assert first.decide(20, rk.DRAIN, epoch_end=True) == rk.DRAIN
+    assert second.decide(20, rk.NOTHING, epoch_end=True) == rk.DRAIN
 
 
 def test_an_epoch_end_without_a_save_stops_nobody(pair):
@@ -183,7 +183,7 @@ def test_a_step_named_before_stands_at_an_epoch_end(pair):
     first.decide(19, rk.SAVE, epoch_end=False)
     second.look()
 
-    assert first.decide(20, rk.LEAVE, epoch_end=True) == rk.SAVE
+    assert first.decide(20, rk.DRAIN, epoch_end=True) == rk.SAVE
     assert second.decide(20, rk.NOTHING, epoch_end=True) == rk.SAVE
 
 
@@ -206,7 +206,7 @@ def test_across_nodes_all_are_asked_at_the_same_steps():
 
     def agree(number):
         asked.append(number)
-        return rk.LEAVE
+        return rk.DRAIN
 
     rank = Collective(agree, every=3, leads=False, local=Alone())
     got = []
@@ -214,7 +214,7 @@ def test_across_nodes_all_are_asked_at_the_same_steps():
         rank.look()
         got.append(rank.decide(step, rk.SAVE, epoch_end=step == 5))
 
-    assert got == [0, 0, rk.LEAVE, 0, rk.LEAVE, rk.LEAVE]
+    assert got == [0, 0, rk.DRAIN, 0, rk.DRAIN, rk.DRAIN]
     assert asked == [rk.NOTHING] * 3
 
 

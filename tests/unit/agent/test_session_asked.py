@@ -4,7 +4,7 @@ import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
 
 from envscaler_agent import spool as ex
-from envscaler_agent.ending import EXIT_LEFT, EXIT_STOPPED
+from envscaler_agent.ending import EXIT_DRAINED, EXIT_STOPPED
 from envscaler_airflow.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ def test_saves_when_asked_once(rig):
     assert rig.names() == [name(3)]
 
 
-@pytest.mark.parametrize("before", [None, "leave"])
+@pytest.mark.parametrize("before", [None, "drain"])
 def test_a_hold_is_no_request(rig, before):
     """The training continues, and an earlier request stays in force (A5)."""
 
@@ -59,15 +59,15 @@ def test_leaves_at_the_next_step(rig):
     def train():
         with rig.session() as session:
             rig.walk(session, 2)
-            rig.ask("leave", align="step")
+            rig.ask("drain", align="step")
             rig.walk(session, 5)
 
     with pytest.raises(SystemExit) as leaving:
         train()
 
-    assert leaving.value.code == EXIT_LEFT
+    assert leaving.value.code == EXIT_DRAINED
     assert rig.names() == [name(3)]
-    assert (rig.said().left, rig.said().leaving) == (True, True)
+    assert (rig.said().drained, rig.said().draining) == (True, True)
 
 
 def test_leaves_at_the_end_of_the_epoch(rig):
@@ -76,7 +76,7 @@ def test_leaves_at_the_end_of_the_epoch(rig):
     def train():
         with rig.session() as session:
             rig.walk(session, 2, epoch=6)
-            rig.ask("leave", align="epoch", align_timeout_s=100)
+            rig.ask("drain", align="epoch", align_timeout_s=100)
             rig.walk(session, 20, epoch=6)
 
     with pytest.raises(SystemExit):
@@ -91,7 +91,7 @@ def test_the_wait_for_an_epoch_is_bounded(rig):
     def train():
         with rig.session() as session:
             rig.walk(session, 2)
-            rig.ask("leave", align="epoch", align_timeout_s=3)
+            rig.ask("drain", align="epoch", align_timeout_s=3)
             rig.walk(session, 20)
 
     with pytest.raises(SystemExit):
@@ -103,7 +103,7 @@ def test_the_wait_for_an_epoch_is_bounded(rig):
 def test_a_leave_can_be_taken_back(rig):
     """The move was cancelled before the epoch's end."""
     with rig.session() as session:
-        rig.ask("leave", align="epoch")
+        rig.ask("drain", align="epoch")
         rig.walk(session, 3, epoch=6)
         rig.ask("run")
         rig.walk(session, 10, epoch=6)
@@ -131,7 +131,7 @@ def test_a_signal_to_the_wrapper_stops_at_the_next_step(rig):
 
     def train():
         with rig.session() as session:
-            rig.ask("leave", align="epoch")
+            rig.ask("drain", align="epoch")
             rig.walk(session, 3)
             ex.write_json(rig.spool.request, {"action": "stop"})
             rig.walk(session, 3)
@@ -145,7 +145,7 @@ def test_a_signal_to_the_wrapper_stops_at_the_next_step(rig):
 
 def test_a_leave_whose_save_fails_is_an_error(rig):
     """The owner must know that the work since the last checkpoint is lost."""
-    rig.ask("leave")
+    rig.ask("drain")
 
     def fail(folder):
         raise OSError(28, "No space left on device")
@@ -155,7 +155,7 @@ def test_a_leave_whose_save_fails_is_an_error(rig):
         with pytest.raises(CheckpointError, match=r"asked to stop at step 1.*No space left"):
             session.checkpoint(fail)
 
-    assert not rig.said().left
+    assert not rig.said().drained
     assert rig.names() == []
 
 
@@ -183,7 +183,7 @@ def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path):
     def train():
         with rig.session() as session:
             rig.walk(session, 1)
-            rig.ask("leave")
+            rig.ask("drain")
             rig.now += 1
             session.checkpoint(pytest.fail)
 
@@ -194,11 +194,11 @@ def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path):
 def test_a_control_of_another_version_changes_nothing(rig, capsys):
     """Training continues, and the message names both versions."""
     with rig.session() as session:
-        rig.spool.control.write_text('{"schema": "2.0", "action": "leave"}', encoding="utf-8")
+        rig.spool.control.write_text('{"schema": "3.0", "action": "drain"}', encoding="utf-8")
         rig.walk(session, 3)
 
-    assert "2.0" in rig.said().warning
-    assert "1.0" in capsys.readouterr().err
+    assert "3.0" in rig.said().warning
+    assert "2.0" in capsys.readouterr().err
 
 
 def test_cooperates_from_the_first_checkpoint_call(rig):

@@ -5,7 +5,7 @@ from fakes.session_rig import LAUNCHER, Rig, name
 
 from envscaler_agent import ranks as rk
 from envscaler_agent import session as module
-from envscaler_agent.ending import EXIT_LEFT
+from envscaler_agent.ending import EXIT_DRAINED
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def test_two_ranks_of_a_node_leave_at_the_same_step(tmp_path, monkeypatch):
     rig = Rig(tmp_path / "x")
     first, second = (rig.session(rank=rank, world_size=2) for rank in (0, 1))
     codes = []
-    rig.ask("leave")
+    rig.ask("drain")
 
     def shard(number):
         return lambda folder: (folder / f"shard-{number}").touch()
@@ -43,7 +43,7 @@ def test_two_ranks_of_a_node_leave_at_the_same_step(tmp_path, monkeypatch):
             second.checkpoint(shard(1))  # waits, so that rank 0 gets its turn
         codes.append(leaving.value.code)
 
-    assert codes == [EXIT_LEFT, EXIT_LEFT]
+    assert codes == [EXIT_DRAINED, EXIT_DRAINED]
     files = sorted(path.name for path in (rig.spool.checkpoints / name(2)).iterdir())
     assert files == ["agent.json", "shard-0", "shard-1"]
 
@@ -74,7 +74,7 @@ def test_a_leave_that_ranks_could_not_agree_on_is_tried_again(tmp_path, monkeypa
     """Rank 1 was elsewhere: rank 0 does not fail, and drains at a later step."""
     monkeypatch.setattr(rk, "WAIT_S", 5 * rk.POLL_S)
     rig = Rig(tmp_path / "x")
-    rig.ask("leave")
+    rig.ask("drain")
     first = rig.session(rank=0, world_size=2)
     gathered = iter([["rank 1 was at step 5, not 2"], []])
     monkeypatch.setattr(first._ranks, "gather", lambda _: next(gathered))
@@ -82,13 +82,13 @@ def test_a_leave_that_ranks_could_not_agree_on_is_tried_again(tmp_path, monkeypa
     def train():
         with first:
             rig.walk(first, 2)
-            assert not rig.said().leaving
+            assert not rig.said().draining
             rig.walk(first, 5)
 
     with pytest.raises(SystemExit) as leaving:
         train()
 
-    assert leaving.value.code == EXIT_LEFT
+    assert leaving.value.code == EXIT_DRAINED
     assert rig.names() == [name(4)]
     assert "was at step 5" in capsys.readouterr().err
 
@@ -143,20 +143,20 @@ def test_ranks_on_other_nodes_follow_the_broadcast(tmp_path):
     rig = Rig(tmp_path / "x", nodes=2, node=1)
 
     def train():
-        with rig.session(rank=1, world_size=2, agree=lambda _: rk.LEAVE) as session:
+        with rig.session(rank=1, world_size=2, agree=lambda _: rk.DRAIN) as session:
             rig.walk(session, 20)
 
     with pytest.raises(SystemExit) as leaving:
         train()
 
-    assert leaving.value.code == EXIT_LEFT
+    assert leaving.value.code == EXIT_DRAINED
     assert rig.names() == [name(module.AGREE_EVERY)]
 
 
 def test_without_a_broadcast_only_counted_saves_cross_nodes(tmp_path, capsys):
     """No rank can be sure of the step of a drain, so it is not carried out."""
     rig = Rig(tmp_path / "x", nodes=2, every={"steps": 4})
-    rig.ask("leave")
+    rig.ask("drain")
 
     with rig.session(rank=0, world_size=2) as session:
         rig.walk(session, 5)

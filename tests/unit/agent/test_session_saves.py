@@ -90,7 +90,7 @@ def test_a_save_is_announced_while_it_lasts(tmp_path):
 
     with rig.session() as session:
         session.step()
-        session.checkpoint(lambda _: seen.append((rig.said().saving, rig.said().leaving)))
+        session.checkpoint(lambda _: seen.append((rig.said().saving, rig.said().draining)))
 
     assert seen == [(True, False)]
     assert not rig.said().saving

@@ -22,7 +22,7 @@ from envscaler_airflow.errors import ProtocolError
 
 def start(**body):
     """Write a start.json."""
-    return json.dumps({"schema": "1.0", **body}).encode()
+    return json.dumps({"schema": "2.0", **body}).encode()
 
 
 def test_reads_what_the_sidecar_lays_out():
@@ -66,7 +66,7 @@ def test_a_failed_setup_is_said():
 def test_a_setup_that_was_not_to_be_is_told_from_a_failed_one(said, reason):
     """Stopped or orphaned during setup; any other reason there counts as a failed setup."""
     with pytest.raises(SetupFailedError) as caught:
-        parse_start(start(failed="asked to leave", reason=said))
+        parse_start(start(failed="asked to drain", reason=said))
     assert caught.value.reason == reason
 
 
@@ -75,7 +75,7 @@ def test_a_setup_that_was_not_to_be_is_told_from_a_failed_one(said, reason):
     [
         b"{",
         b"[]",
-        b'{"schema": "2.0"}',
+        b'{"schema": "3.0"}',
         start(restore={"path": 5}),
         start(session=[1]),
         start(env=5),
@@ -95,7 +95,7 @@ def test_a_report_carries_progress_and_more():
     report = parse_report(start(step=5, cooperates=True, saving=True, pid=9))
 
     assert report.progress.step == 5
-    assert (report.cooperates, report.saving, report.left) == (True, True, False)
+    assert (report.cooperates, report.saving, report.drained) == (True, True, False)
 
 
 @pytest.mark.parametrize("field", [{"at": "soon"}, {"first_step_at": [1]}, {"saving": "yes"}, {"step": 1.5}])
@@ -112,7 +112,7 @@ def test_a_watched_file_is_read_when_it_changed(tmp_path):
 
     assert watched.changed() is None
     write_json(path, {"a": 1, "b": None})
-    assert json.loads(watched.changed()) == {"schema": "1.0", "a": 1}
+    assert json.loads(watched.changed()) == {"schema": "2.0", "a": 1}
     assert watched.changed() is None
     write_json(path, {"a": 2})
     assert json.loads(watched.changed())["a"] == 2

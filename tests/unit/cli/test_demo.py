@@ -78,9 +78,17 @@ class RecordedRun:
         target = {"target": _allocation(2), "reason": "it pays"}
         self.append("move-requested", from_attempt=[1, 1], **target)
         self.append(
-            "move-accepted", attempt=1, request=self.number, why="move", align="epoch", grace_s=30, **target
+            "move-accepted",
+            attempt=1,
+            request=self.number,
+            stop_reason="move",
+            align="epoch",
+            grace_s=30,
+            **target,
         )
-        self.append("attempt-ended", attempt=1, outcome="left", step=step, checkpoint_step=step, start_step=0)
+        self.append(
+            "attempt-ended", attempt=1, outcome="drained", step=step, checkpoint_step=step, start_step=0
+        )
         self.begin(2, cpus=2, reason="moved")
 
 
@@ -149,7 +157,7 @@ def test_tells_how_much_a_loss_has_cost(run):
         ("move-refused", {"request": 3, "reason": "stale"}, "move refused: stale"),
         (
             "attempt-stopping",
-            {"attempt": 1, "why": "stop", "reason": "asked by a user"},
+            {"attempt": 1, "stop_reason": "stop", "reason": "asked by a user"},
             "attempt 1 saves and stops: asked by a user",
         ),
         (
@@ -208,7 +216,7 @@ def test_concludes_what_was_moved_lost_and_learned(run):
     run.append(
         "attempt-ended",
         attempt=1,
-        outcome="left",
+        outcome="drained",
         start_step=0,
         step=100,
         checkpoint_step=100,
@@ -217,7 +225,7 @@ def test_concludes_what_was_moved_lost_and_learned(run):
     )
     run.follower.lines()
     attempt = run.follower.state.attempts[0]
-    moved = replace(attempt, stop_why="move")
+    moved = replace(attempt, stop_reason="move")
     run.begin(2, cpus=2, reason="moved")
     run.append(
         "attempt-ended",

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from envscaler_airflow.cli import main
 from envscaler_airflow.store.keys import RunKey
 
-RECORDED = Path(__file__).parents[2] / "compat" / "0.1.0" / "run"
+RECORDED = Path(__file__).parents[2] / "compat" / "schema-2" / "run"
 KEY = RunKey.from_dict(json.loads((RECORDED / "run.json").read_text())["key"])
 EVENTS = sorted(path.name for path in (RECORDED / "events").iterdir())
 ODD = [None, True, -1, 2**70, 1e308, "", "x" * 5000, [[]], {"a": {"b": None}}]

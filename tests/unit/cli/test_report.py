@@ -49,9 +49,14 @@ class Story:
         self.add("attempt-started", **key, handle=handle)
         start = self.clock.time()
         self.clock.advance(1000)
-        if outcome == "left":
+        if outcome == "drained":
             self.add(
-                "attempt-stopping", **key, why="move", reason="faster", grace_s=30.0, target=LARGE.to_dict()
+                "attempt-stopping",
+                **key,
+                stop_reason="move",
+                reason="faster",
+                grace_s=30.0,
+                target=LARGE.to_dict(),
             )
         usage = [[0, start, start + 1000]]
         told = {
@@ -136,7 +141,7 @@ def test_a_run_that_was_lost_once_is_compared_with_the_same_idle_time(story):
 
 def test_after_a_refused_move_the_split_stays(story):
     """It moved for a machine that was not available, and resumed in place: 800 steps, none lost (F11)."""
-    story.attempt(SMALL, outcome="left", start_step=0, step=400, checkpoint_step=400, exit_code=85)
+    story.attempt(SMALL, outcome="drained", start_step=0, step=400, checkpoint_step=400, exit_code=85)
     story.attempt(LARGE, outcome="not-started")
     story.attempt(SMALL, outcome="succeeded", start_step=400, step=800)
     story.add("succeeded", outputs={})

@@ -211,7 +211,7 @@ def test_execution_timeout_covers_deferred_time(world):
         operator.resume_execution(
             TRIGGER_FAIL_REPR, {"error": TriggerFailureReason.TRIGGER_TIMEOUT}, world.context(operator, ti)
         )
-    assert world.log.load().live.stop_why == "timeout"
+    assert world.log.load().live.stop_reason == "timeout"
 
 
 def test_a_failed_trigger_is_replaced_three_times(world):

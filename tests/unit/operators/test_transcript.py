@@ -93,7 +93,7 @@ def test_each_line_is_there_once_after_five_deferrals_and_a_move(view):
         view.print(f"step {step + 2}")  # after the trigger's last check
         step += 3
         if deferral == 2:
-            view.append("attempt-ended", generation=1, attempt=1, outcome="left", usage=[])
+            view.append("attempt-ended", generation=1, attempt=1, outcome="drained", usage=[])
             view.start(2)
         view.execute(goes_on=deferral < 4)
 
@@ -204,9 +204,9 @@ def test_the_end_says_what_it_cost(view):
     [
         b"",
         b"[]",
-        b'{"schema":"1.0","shown":[1],"kept":{"g1-a1-n0":"x"}}',
-        b'{"schema":"1.0","event":"many"}',
-        b'{"schema":"1.0","shown":{"g1-a1-n0":[1]}}',
+        b'{"schema":"2.0","shown":[1],"kept":{"g1-a1-n0":"x"}}',
+        b'{"schema":"2.0","event":"many"}',
+        b'{"schema":"2.0","shown":{"g1-a1-n0":[1]}}',
         b'{"schema":"9.0","event":7}',
     ],
 )

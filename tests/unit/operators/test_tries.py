@@ -37,7 +37,7 @@ def cancel(world):
 
 def leave(world):
     """Let the running attempt do what the owner requested."""
-    world.end(reason="left", exit_code=85)
+    world.end(reason="drained", exit_code=85)
 
 
 def test_the_first_try_names_its_dag_run(world):

@@ -194,8 +194,8 @@ class World:
     def leave(self, step=50):
         """Do what a drain requests of the running attempt: save, report the save, exit."""
         name = self.save(step)
-        self.say(ended=Ended(exit_code=85, reason="left"), step=step, checkpoint=name)
-        self.backend.end(self.handle, exit_code=85, reason="left")
+        self.say(ended=Ended(exit_code=85, reason="drained"), step=step, checkpoint=name)
+        self.backend.end(self.handle, exit_code=85, reason="drained")
 
     def control(self):
         """Return the owner's latest request to the running attempt."""

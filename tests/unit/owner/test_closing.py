@@ -45,7 +45,7 @@ def test_a_killed_run_gets_its_end_its_cost_and_its_report(world, no_wait):
     state = close(Run(world.store, world.prefix), world.backend, ti_id="ti-01")
 
     [attempt] = state.attempts
-    assert (state.status, attempt.outcome) == ("stopped", "left")
+    assert (state.status, attempt.outcome) == ("stopped", "drained")
     assert attempt.end.usd > 0
     assert ("release", handle.name) in world.backend.calls
     result = json.loads(world.store.read(f"{world.prefix}/result.json"))
@@ -86,7 +86,7 @@ def test_a_try_that_comes_meanwhile_takes_over(world, no_wait):
 
     def cleared():
         world.owner(max_tries=4).enter()
-        world.backend.end(handle, exit_code=85, reason="left")
+        world.backend.end(handle, exit_code=85, reason="drained")
 
     no_wait.append(cleared)
 

@@ -108,7 +108,7 @@ def test_the_larger_need_is_met_before_its_phase_begins(new_world):
 
 
 @pytest.mark.parametrize(
-    "text", [b"torn", b'{"schema": "1.0", "spans": [{"phase": 3}]}', b'{"schema": "9.0"}']
+    "text", [b"torn", b'{"schema": "2.0", "spans": [{"phase": 3}]}', b'{"schema": "9.0"}']
 )
 def test_what_cannot_be_read_foretells_nothing(world, text):
     """The policy then uses the announced phases."""

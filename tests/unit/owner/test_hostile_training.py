@@ -36,7 +36,7 @@ def test_numbers_that_cannot_be_true_are_unknown_and_the_run_is_delivered(world,
     """Bill, report and decision use what remains."""
     owner = world.owner()
     owner.enter()
-    head = '{"schema":"1.0","sequence":1,"phase":"ended","ended":{"exit_code":0,"reason":"succeeded"}'
+    head = '{"schema":"2.0","sequence":1,"phase":"ended","ended":{"exit_code":0,"reason":"succeeded"}'
     write_status(world, f"{head},{field}}}".encode())
     request = world.ask_move()
     judged = owner.resume(Wake("request"))
@@ -52,12 +52,12 @@ def test_numbers_that_cannot_be_true_are_unknown_and_the_run_is_delivered(world,
 @pytest.mark.parametrize(
     "text",
     [
-        b'{"schema":"1.0","progress":{"loss":1e999}}',
-        b'{"schema":"1.0","setup_s":1' + b"0" * 400 + b"}",
-        b'{"schema":"1.0","progress":{"step":1' + b"0" * 400 + b"}}",
-        b'{"schema":"1.0","usage":{"a":1e999}}',
-        b'{"schema":"1.0","progress":' + b"[" * 100_000,
-        b'{"schema":"1.0","message":"' + b"x" * (1 << 20) + b'"}',
+        b'{"schema":"2.0","progress":{"loss":1e999}}',
+        b'{"schema":"2.0","setup_s":1' + b"0" * 400 + b"}",
+        b'{"schema":"2.0","progress":{"step":1' + b"0" * 400 + b"}}",
+        b'{"schema":"2.0","usage":{"a":1e999}}',
+        b'{"schema":"2.0","progress":' + b"[" * 100_000,
+        b'{"schema":"2.0","message":"' + b"x" * (1 << 20) + b'"}',
         b"\xff\xfe",
         b"",
     ],

@@ -157,7 +157,7 @@ def test_what_the_node_has_no_room_for_is_left_to_the_next_attempt(world, answer
     owner.resume(Wake("status"))
 
     stopping = next(event for event in world.log.read() if event.type == "attempt-stopping")
-    assert asked.action == "leave"
+    assert asked.action == "drain"
     assert stopping.body.reason.endswith(f"in place it is {answer}")
     assert (world.state.live.number, world.state.live.allocation) == (2, Allocation(LARGE))
 
@@ -194,7 +194,7 @@ def test_what_is_asked_to_go_when_a_change_takes_too_long_has_its_own_time(world
 
     waiting = owner.resume(wake)
 
-    assert (wake.kind, world.state.live.stop_why) == ("overdue", "stop" if is_stopped else "move")
+    assert (wake.kind, world.state.live.stop_reason) == ("overdue", "stop" if is_stopped else "move")
     assert [node.state for node in world.backend.observe(world.handle).nodes] == ["running"]
     world.clock.advance(world.state.live.stop_grace_s)
     assert world.watch(waiting).poll() is None
@@ -288,7 +288,7 @@ def test_what_would_begin_anew_on_other_nodes_saves_and_is_moved(world, checkpoi
     owner.resume(Wake("request"))
 
     assert types(world)[-1] == "move-accepted"
-    assert world.control().action == "leave"
+    assert world.control().action == "drain"
     assert len(world.backend.observe(world.handle).nodes) == 1
 
 
@@ -375,7 +375,7 @@ def test_a_stop_does_not_wait_for_a_change(world):
     owner.resume(Wake("request"))
 
     live = world.state.live
-    assert (live.phase, live.stop_why, live.change) == ("stopping", "stop", None)
+    assert (live.phase, live.stop_reason, live.change) == ("stopping", "stop", None)
 
 
 def test_nodes_that_were_on_their_way_at_a_stop_have_to_go_too(world):
@@ -386,13 +386,13 @@ def test_nodes_that_were_on_their_way_at_a_stop_have_to_go_too(world):
     owner.resume(Wake("request"))
     request_stop(Run(world.store, world.prefix), reason="enough", by="me")
     owner.resume(Wake("request"))
-    world.backend.end(world.handle, node=0, exit_code=85, reason="left")
+    world.backend.end(world.handle, node=0, exit_code=85, reason="drained")
     waiting = owner.resume(Wake("status"))
     before = world.state.live
 
     assert waiting.reason.startswith("waits for the attempt to go")
     assert before is not None
-    world.backend.end(world.handle, exit_code=85, reason="left")
+    world.backend.end(world.handle, exit_code=85, reason="drained")
     with pytest.raises(StoppedError):
         owner.resume(Wake("status"))
     assert (world.state.live, world.backend.live) == (None, [])

@@ -53,7 +53,7 @@ def stage(every="1h"):
         ((), (0, 0)),
         ((lived(10),), (1, 10)),
         ((lived(5, nodes=2),), (1, 10)),
-        ((lived(10, "left"),), (0, 10)),
+        ((lived(10, "drained"),), (0, 10)),
         ((lived(10, "failed"), lived(10, "killed")), (1, 20)),
         ((lived(1000, offer=DEMAND),), (0, 0)),
     ],

@@ -45,7 +45,7 @@ def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
 
     assert before == [None, None]
     assert wake.detail == "the budget is spent"
-    assert world.control().action == "leave"
+    assert world.control().action == "drain"
 
 
 def test_a_cloud_that_bills_whole_minutes_is_drained_by_those(new_world):
@@ -62,7 +62,7 @@ def test_a_cloud_that_bills_whole_minutes_is_drained_by_those(new_world):
     owner.resume(wake)
 
     assert (before, wake.detail) == (None, "the budget is spent")
-    assert world.state.live.stop_why == "budget"
+    assert world.state.live.stop_reason == "budget"
 
 
 def test_a_run_is_reported_and_counted_as_its_cloud_bills(new_world):
@@ -245,8 +245,8 @@ def test_a_trigger_that_looks_seldom_drains_earlier_and_the_owner_agrees(world):
     owner.resume(Wake.from_dict(wake.to_dict()))
 
     assert (wake.detail, wake.check_s) == ("the budget is spent", 300.0)
-    assert world.state.live.stop_why == "budget"
-    assert "saving and ending costs up to $0.00472" in world.state.live.stop_reason
+    assert world.state.live.stop_reason == "budget"
+    assert "saving and ending costs up to $0.00472" in world.state.live.stop_detail
 
 
 @pytest.mark.parametrize("off_s", [3600.0, -3600.0])
@@ -269,7 +269,7 @@ def test_an_owner_whose_own_clock_is_an_hour_off_stops_nothing_and_everything_in
     owner.resume(Wake("status"))
 
     assert half == "started"
-    assert world.state.live.stop_why == "budget"
+    assert world.state.live.stop_reason == "budget"
     assert world.state.begun_at == pytest.approx(true(), abs=60)
 
 
@@ -344,6 +344,6 @@ def test_what_ran_beside_a_node_that_never_came_again_is_not_free(new_world):
     owner.resume(Wake("status"))
 
     ended = world.state.attempts[0].ended
-    assert (ended.outcome, ended.never_came, ended.usd) == ("not-started", (1,), None)
+    assert (ended.outcome, ended.missing_nodes, ended.usd) == ("not-started", (1,), None)
     spent = facts.spent_usd(world.state, world.backend, now=world.clock.time())
     assert spent == pytest.approx(10 * price)

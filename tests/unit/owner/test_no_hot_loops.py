@@ -120,7 +120,7 @@ def test_a_second_reason_is_heard_while_the_first_is_quiet(world):
     waiting = owner.resume(Wake("status", detail="a node is lost", seen=("a node is lost",)))
     watch = world.watch(waiting)
     quiet = watch.poll()
-    world.backend.end(world.handle, node=0, exit_code=85, reason="left")
+    world.backend.end(world.handle, node=0, exit_code=85, reason="drained")
 
     assert quiet is None
     assert watch.poll().detail == "the attempt ended"

@@ -31,7 +31,7 @@ scaling: {min_nodes: 1, max_nodes: 4, cooldown: 1s}
 
 
 @pytest.mark.parametrize(
-    ("allocation", "facts", "leaving"),
+    ("allocation", "facts", "drained"),
     [
         (FOUR, {"removable": {1}}, NodeDrain(1, "it is marked removable")),
         (MIXED, {"step_s": {1: 9.0}}, NodeDrain(3, "it is spot, and others are on demand")),
@@ -45,9 +45,9 @@ scaling: {min_nodes: 1, max_nodes: 4, cooldown: 1s}
         (MIXED, {"removable": {1}}, NodeDrain(1, "it is marked removable")),
     ],
 )
-def test_one_goes(allocation, facts, leaving):
+def test_one_goes(allocation, facts, drained):
     """Marked, else spot, else slowest, else the last; the reason names the rule."""
-    assert order_of_drain(allocation, 1, **facts) == (leaving,)
+    assert order_of_drain(allocation, 1, **facts) == (drained,)
 
 
 @given(
@@ -89,7 +89,7 @@ def test_who_leaves_is_recorded_and_only_the_last_go_in_place(new_world, slow, e
     answer = shrunk(new_world, slow=slow)
 
     assert answer.type == event
-    assert answer.body.leaving == (NodeDrain(slow, "it is the slowest: 2 s a step"),)
+    assert answer.body.nodes_to_drain == (NodeDrain(slow, "it is the slowest: 2 s a step"),)
 
 
 def test_a_node_that_somebody_marked_goes_before_the_slowest(new_world):
@@ -97,4 +97,4 @@ def test_a_node_that_somebody_marked_goes_before_the_slowest(new_world):
     answer = shrunk(new_world, slow=2, marked=frozenset({3}))
 
     assert answer.type == "change-intended"
-    assert answer.body.leaving == (NodeDrain(3, "it is marked removable"),)
+    assert answer.body.nodes_to_drain == (NodeDrain(3, "it is marked removable"),)

@@ -32,7 +32,7 @@ def test_an_attempt_is_asked_to_go(world, owner):
 
     owner.resume(Wake("request"))
 
-    assert world.control().action == "leave"
+    assert world.control().action == "drain"
 
 
 def test_a_result_is_delivered(world, owner):

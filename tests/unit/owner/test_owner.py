@@ -75,7 +75,7 @@ def test_a_move_is_a_request_an_acceptance_and_a_start_elsewhere(world):
 
     assert wake.kind == "request"
     assert world.answer(request).type == "move-accepted"
-    assert (asked.action, asked.align) == ("leave", "step")
+    assert (asked.action, asked.align) == ("drain", "step")
     assert world.state.live.allocation.name == "scripted/cpu-2/on-demand"
     assert world.control().candidates == ("g1-step-00000050-a1",)
     assert len(world.backend.live) == 1
@@ -180,7 +180,7 @@ def test_spent_money_checkpoints_and_fails(world):
     asked = world.control()
     world.leave()
 
-    assert asked.action == "leave"
+    assert asked.action == "drain"
     with pytest.raises(BudgetError, match=r"\$0\.10 of the budget of \$0\.10"):
         owner.resume(Wake("status"))
 
@@ -195,7 +195,7 @@ def test_a_cancel_checkpoints_and_stops_the_run(world):
     asked = world.control()
     world.leave()
 
-    assert (asked.action, asked.align) == ("leave", "now")
+    assert (asked.action, asked.align) == ("drain", "now")
     with pytest.raises(StoppedError, match="cancelled"):
         owner.resume(Wake("status"))
 
@@ -224,7 +224,7 @@ def test_a_cleared_run_takes_up_after_the_kill_of_its_old_try(world):
     got = owner.resume(Wake("status"))
 
     assert acted
-    assert asked.action == "leave"
+    assert asked.action == "drain"
     assert isinstance(got, Waiting)
     assert (world.state.live.number, world.control().candidates) == (2, ("g1-step-00000050-a1",))
 
@@ -303,7 +303,7 @@ def test_a_timed_out_task_asks_its_attempt_to_save_and_go(world):
         world.owner().enter()
     got = world.owner(max_tries=5).enter()
 
-    assert asked.action == "leave"
+    assert asked.action == "drain"
     assert isinstance(got, Waiting)
     assert world.control().candidates == ("g1-step-00000050-a1",)
 
@@ -322,7 +322,7 @@ def test_an_attempt_of_a_deleted_dag_run_never_trains_beside_the_new_one(world):
     stage_again.resume(Wake("status"))
 
     assert (world.state.generation, world.state.live.generation, live_before) == (2, 2, 1)
-    assert asked.action == "leave"
+    assert asked.action == "drain"
     assert world.control().candidates == ()
 
 

@@ -40,7 +40,7 @@ def test_the_first_pods_work_is_work_and_what_was_made_again_is_lost(world):
 
     found = report.measured(Run(world.store, world.prefix), attempt)
 
-    assert (found["earlier_s"], found["repeated_steps"], found["start_step"]) == (3600.0, 60, 0)
+    assert (found["earlier_pods_s"], found["repeated_steps"], found["start_step"]) == (3600.0, 60, 0)
 
 
 def test_a_replacement_that_resumed_repeats_what_was_not_saved(world):
@@ -76,7 +76,7 @@ def test_the_bill_counts_steps_that_were_made_twice(world):
         "start_step": 0,
         "step": 100,
         "repeated_steps": 60,
-        "earlier_s": 3590.0,
+        "earlier_pods_s": 3590.0,
         "setup_s": 9.0,
         "first_step_s": 1.0,
         "elapsed_s": 1691.0,
@@ -104,4 +104,4 @@ def test_an_attempt_with_one_pod_has_nothing_before_it(world):
     found = report.measured(Run(world.store, world.prefix), world.state.live)
 
     assert "repeated_steps" not in found
-    assert "earlier_s" not in found
+    assert "earlier_pods_s" not in found

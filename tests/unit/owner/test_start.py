@@ -102,7 +102,7 @@ def test_a_stop_is_answered_before_an_intent_is_carried_out(begun):
 def test_a_timeout_is_answered_before_an_intent_is_carried_out(begun):
     """The task's time was over before the owner requested its machine (A4)."""
     owner = begun.owner()
-    body = {"reason": "the deferral timed out", "by": "ti", "why": "timeout"}
+    body = {"reason": "the deferral timed out", "by": "ti", "stop_reason": "timeout"}
     begun.log.append_request(read_body("stop-requested", body), actor=None)
 
     with pytest.raises(RunFailedError, match="timed out"):
@@ -127,8 +127,8 @@ def test_a_start_that_nobody_recorded_is_stopped_and_billed(begun):
         owner.resume(Wake("status"))
 
     [attempt] = begun.state.attempts
-    assert asked.action == "leave"
-    assert attempt.outcome == "left"
+    assert asked.action == "drain"
+    assert attempt.outcome == "drained"
     assert attempt.end.usd == pytest.approx(0.05)
 
 
@@ -150,7 +150,7 @@ def test_an_intent_with_another_spec_is_given_up_after_a_clear(begun):
 
     assert methods(begun).count("submit") == 1
     assert begun.state.live.spec_hash == begun.state.spec_hash
-    assert begun.state.attempts[0].stop_why == "spec-changed"
+    assert begun.state.attempts[0].stop_reason == "spec-changed"
 
 
 def test_a_late_start_of_what_was_given_up_finds_that_it_must_not_train(begun):
@@ -161,7 +161,7 @@ def test_a_late_start_of_what_was_given_up_finds_that_it_must_not_train(begun):
 
     control = begun.store.read(f"{begun.prefix}/control/g1-a1.json")
 
-    assert b'"leave"' in control
+    assert b'"drain"' in control
 
 
 def test_an_intent_whose_task_is_over_is_closed(begun):
@@ -186,7 +186,7 @@ def test_a_start_that_nobody_recorded_is_closed(begun):
 
     state = close(Run(begun.store, begun.prefix), begun.backend, ti_id=owner.ti_id, waits=False)
 
-    assert (state.status, state.attempts[0].outcome) == ("stopped", "left")
+    assert (state.status, state.attempts[0].outcome) == ("stopped", "drained")
     assert begun.backend.live == []
 
 

@@ -72,7 +72,7 @@ def test_an_intent_is_carried_out_with_the_spec_that_it_names(world, monkeypatch
 
     assert named == [("python", "train.py"), ("python", "other.py")]
     assert len({attempt.spec_hash for attempt in world.state.attempts}) == 2
-    assert asked.action == "leave"
+    assert asked.action == "drain"
 
 
 def test_a_zombie_writes_no_frozen_spec_back(world, monkeypatch):

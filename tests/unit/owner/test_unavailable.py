@@ -136,13 +136,13 @@ def test_what_trains_saves_before_the_run_fails_for_an_image_that_is_gone(world)
     world.say(step=50, checkpoint=saved, phase="uploading")
     owner.resume(Wake("status"))
     going = world.backend.observe(world.handle).nodes[0].state
-    world.say(ended=Ended(exit_code=85, reason="left"), step=50, checkpoint=saved)
-    world.backend.end(world.handle, node=0, exit_code=85, reason="left")
+    world.say(ended=Ended(exit_code=85, reason="drained"), step=50, checkpoint=saved)
+    world.backend.end(world.handle, node=0, exit_code=85, reason="drained")
     owner.resume(Wake("status"))
     with pytest.raises(RunFailedError, match="its image is not available: ErrImagePull of x"):
         owner.resume(Wake("status"))
 
-    assert (asked.action, [node.state for node in seen]) == ("leave", ["running", "pending"])
+    assert (asked.action, [node.state for node in seen]) == ("drain", ["running", "pending"])
     assert (quiet.detail, going) == ("no capacity", "running")
     assert world.state.attempts[0].end.checkpoint == saved
     assert world.backend.live == []
@@ -158,14 +158,14 @@ def test_what_trains_saves_before_it_makes_room_for_the_next_attempt(world):
     owner.resume(Wake("status"))
     asked, seen = world.control(), world.backend.observe(world.handle).nodes
     saved = world.save(60)
-    world.say(step=60, checkpoint=saved, ended=Ended(exit_code=85, reason="left"))
-    world.backend.end(world.handle, node=0, exit_code=85, reason="left")
+    world.say(step=60, checkpoint=saved, ended=Ended(exit_code=85, reason="drained"))
+    world.backend.end(world.handle, node=0, exit_code=85, reason="drained")
     owner.resume(Wake("status"))
     world.backend.end(world.handle, node=1, signal=9, reason="killed")
     owner.resume(Wake("status"))
     owner.resume(Wake("backoff"))
 
-    assert (asked.action, [node.state for node in seen]) == ("leave", ["running", "pending"])
+    assert (asked.action, [node.state for node in seen]) == ("drain", ["running", "pending"])
     assert (world.state.live.number, world.control().candidates) == (2, (saved,))
 
 
@@ -392,4 +392,4 @@ def test_a_killed_task_leaves_its_training_as_long_as_a_checkpoint_takes(world):
 
     kill_quietly(Run(world.store, world.prefix), world.backend, ti_id="ti-01", reason="marked")
 
-    assert (world.control().action, world.control().grace_s, stopped) == ("leave", 180.0, [180.0])
+    assert (world.control().action, world.control().grace_s, stopped) == ("drain", 180.0, [180.0])

@@ -25,8 +25,8 @@ FIRST = Use(
     generation=1,
     attempt=1,
     allocation=SMALL,
-    held=(UsageInterval(0, 0.0, HOUR),),
-    why_ended="lost",
+    usage=(UsageInterval(0, 0.0, HOUR),),
+    outcome="lost",
     provisioning_s=360.0,
     idle_s=360.0,
     first_step=0,
@@ -38,8 +38,8 @@ SECOND = Use(
     generation=1,
     attempt=2,
     allocation=LARGE,
-    held=(UsageInterval(0, 4000.0, 4000.0 + HOUR / 2), UsageInterval(1, 4000.0, 4000.0 + HOUR / 2)),
-    why_ended="succeeded",
+    usage=(UsageInterval(0, 4000.0, 4000.0 + HOUR / 2), UsageInterval(1, 4000.0, 4000.0 + HOUR / 2)),
+    outcome="succeeded",
     provisioning_s=180.0,
     idle_s=0.0,
     first_step=400,
@@ -107,7 +107,7 @@ def test_the_static_plan_is_on_demand():
 
 def test_the_static_plan_skips_an_attempt_that_did_nothing():
     """The first start failed at once; the same allocation did better later."""
-    failed = Use(1, 0, SMALL, held=(), why_ended="not-started")
+    failed = Use(1, 0, SMALL, usage=(), outcome="not-started")
 
     got = bill([failed, FIRST, SECOND], now=0)
 
@@ -128,16 +128,16 @@ def test_an_unknown_price_is_not_free():
 
 def test_an_unknown_time_is_not_free():
     """The provider did not report it: neither hours nor USD are known."""
-    got = bill([replace(FIRST, held=None)], now=0)
+    got = bill([replace(FIRST, usage=None)], now=0)
 
     assert (got.usd, got.node_hours, got.wall_s) == (None, None, None)
     assert got.notes[0] == "g1-a1: the provider did not report how long it was allocated"
-    assert spent_usd([replace(FIRST, held=None)], now=0) is None
+    assert spent_usd([replace(FIRST, usage=None)], now=0) is None
 
 
 def test_a_bill_by_statuses_alone_is_the_least_that_it_was():
     """The total and the saving are unknown; the known part is marked as such (D5)."""
-    got = bill([FIRST, replace(SECOND, is_least=True)], now=0)
+    got = bill([FIRST, replace(SECOND, is_lower_bound=True)], now=0)
 
     whole = bill([FIRST, SECOND], now=0)
     least = whole.lines[1].usd
@@ -152,7 +152,7 @@ def test_a_bill_by_statuses_alone_is_the_least_that_it_was():
 
 def test_an_attempt_that_was_never_held_costs_nothing():
     """Without a machine there is no bill, and nothing is unknown."""
-    got = bill([Use(1, 1, SMALL, held=(), why_ended="not-started")], now=0)
+    got = bill([Use(1, 1, SMALL, usage=(), outcome="not-started")], now=0)
 
     assert (got.usd, got.node_hours) == (0.0, 0.0)
     assert got.hours == Split(0.0, 0.0, 0.0, 0.0)
@@ -168,7 +168,7 @@ def test_no_attempts_cost_nothing():
 def test_what_is_held_is_billed_until_now():
     """Half an hour so far; nothing lost yet."""
     running = replace(
-        FIRST, held=(UsageInterval(0, 0.0),), why_ended="", kept_step=None, provisioning_s=0, idle_s=0
+        FIRST, usage=(UsageInterval(0, 0.0),), outcome="", kept_step=None, provisioning_s=0, idle_s=0
     )
 
     got = bill([running], now=HOUR / 2)
@@ -244,9 +244,9 @@ uses = st.builds(
     generation=st.just(1),
     attempt=st.integers(1, 9),
     allocation=st.sampled_from([SMALL, LARGE]),
-    held=st.none()
+    usage=st.none()
     | st.tuples(st.builds(UsageInterval, st.just(0), st.floats(0, 1e6), st.none() | st.floats(0, 1e6))),
-    why_ended=st.sampled_from(["", "lost"]),
+    outcome=st.sampled_from(["", "lost"]),
     provisioning_s=st.none() | st.floats(0, 1e5),
     idle_s=st.none() | st.floats(0, 1e5),
     first_step=st.none() | st.integers(0, 100),

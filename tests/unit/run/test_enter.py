@@ -25,7 +25,7 @@ from envscaler_airflow.run.event_bodies import NewOwner
 RUNNING = (begun(), intended(), started())
 DONE = (begun(), *life("succeeded"), SUCCEEDED)
 FAILED = (begun(), *life("failed", step=9), ("failed", {"generation": 1, "reason": "r"}))
-STOPPED = (begun(), *life("left", step=9), ("stopped", {"generation": 1, "reason": "r"}))
+STOPPED = (begun(), *life("drained", step=9), ("stopped", {"generation": 1, "reason": "r"}))
 
 
 def kind(*events, actor, spec_hash="A", fresh=False):

@@ -53,7 +53,7 @@ def seen(*nodes):
         ((("pending", "scheduling"), ("pending", "scheduling")), "wait"),
         ((("pending", "capacity"), ("pending", "scheduling")), "kill"),
         ((("running", ""), ("lost", "lost")), "kill"),
-        ((("running", ""), ("ended", "left")), "wait"),
+        ((("running", ""), ("ended", "drained")), "wait"),
         ((("lost", "lost"), ("lost", "lost")), "end"),
     ],
 )

@@ -27,11 +27,11 @@ from envscaler_airflow.testing.scripted_backend import cpu_offer
 PLACE = Allocation(cpu_offer(1), 2).to_dict()
 OTHER = Allocation(cpu_offer(2), 2).to_dict()
 ATTEMPT = {"generation": 1, "attempt": 1, "reason": "why"}
-STOP = {"why": "move", "grace_s": 30.0, "align": "step", "request": 4, "target": OTHER}
+STOP = {"stop_reason": "move", "grace_s": 30.0, "align": "step", "request": 4, "target": OTHER}
 HANDLE = {"backend": "scripted", "name": "x", "details": {"created": "2026-01-02T00:00:00Z"}}
 ENDED = {
     "outcome": "failed", "detail": "d", "exit_code": 1, "signal": None, "last_lines": ["a"],
-    "start_step": 0, "step": 7, "checkpoint": "c", "checkpoint_step": 5, "never_came": [1],
+    "start_step": 0, "step": 7, "checkpoint": "c", "checkpoint_step": 5, "missing_nodes": [1],
     "refused": ["x"], "outputs": {"m": "u"}, "usage": [[0, 1.0, 2.0], [1, 1.0, None]], "usage_at": 2.0,
     "usd": 0.1, "setup_s": 1.0, "restore_s": 1.0, "checkpoint_s": 1.0, "checkpoints": 2,
     "restored_from": "r", "rejected": ["x"], "cpu_seconds": 1.0, "elapsed_s": 9.0, "first_step_s": 1.0,
@@ -59,7 +59,7 @@ HISTORY = [
     ("change-undone", {**ATTEMPT, "kind": "resize"}),
     ("move-deferred", {**ATTEMPT, "request": 4, "target": OTHER, "numbers": {}}),
     ("move-refused", {"request": 4, "reason": "r", "numbers": {}}),
-    ("stop-requested", {"reason": "r", "by": "me", "why": "stop"}),
+    ("stop-requested", {"reason": "r", "by": "me", "stop_reason": "stop"}),
     ("attempt-stopping", {**ATTEMPT, **STOP}),
     ("move-accepted", {**ATTEMPT, **STOP, "numbers": {}}),
     ("attempt-ended", {**ATTEMPT, **ENDED}),
@@ -84,7 +84,7 @@ def wholes():
     """The stored events of a run."""
     actor = {"ti_id": "t", "try_number": 1, "max_tries": 3, "life": "l"}
     return [
-        {"schema": "1.0", "number": number, "type": kind, "writer": "w", "at": 7.5 * number, "actor": actor,
+        {"schema": "2.0", "number": number, "type": kind, "writer": "w", "at": 7.5 * number, "actor": actor,
          "body": deepcopy(body)}
         for number, (kind, body) in enumerate(HISTORY, 1)
     ]  # fmt: skip
@@ -200,7 +200,7 @@ def test_a_text_that_is_no_utf_8_is_written_and_read():
 def test_no_event_is_written_that_could_not_be_read():
     """An unreadable log is permanent, a failed execution is not (A8)."""
     with pytest.raises(ProtocolError, match="attempt-ended: step"):
-        Event(1, AttemptEnded(generation=1, attempt=1, outcome="left", step=-1), "w", 1.0).to_json()
+        Event(1, AttemptEnded(generation=1, attempt=1, outcome="drained", step=-1), "w", 1.0).to_json()
 
 
 @given(st.data(), JSON)

@@ -58,7 +58,7 @@ def told_by_the_wrapper():
     """The outcomes of ``agent.ending`` for a command."""
     lines = ("torch.OutOfMemoryError: CUDA out of memory", "OSError: No space left on device", "MemoryError")
     codes = [ending.End(code) for code in (0, 1, 127, -9, -11)]
-    asked = [ending.End(1, asked=asked, session_left=True) for asked in ("left", "stopped", "orphaned")]
+    asked = [ending.End(1, asked=asked, session_drained=True) for asked in ("drained", "stopped", "orphaned")]
     told = {ending.tell_end(end, [line])[0].reason for end in (*codes, *asked) for line in ("", *lines)}
     return told | {ending.tell_end(ending.End(-9, oom_kills=1), [])[0].reason}
 
@@ -165,7 +165,7 @@ def test_the_page_of_kubernetes_names_outcomes_of_the_table():
 
 TODAY = {
     "out-of-memory", "cuda-out-of-memory", "disk-full", "not-found", "setup-failed", "failed",
-    "deadline-exceeded", "not-started", "lost", "stalled", "killed", "orphaned", "stopped", "left",
+    "deadline-exceeded", "not-started", "lost", "stalled", "killed", "orphaned", "stopped", "drained",
     "succeeded", "scheduling", "gated", "queue", "quota", "pulling", "volume", "config", "starting",
     "capacity", "placement", "image", "refused", "silent", "unneeded", "move", "spec-changed", "stop",
     "timeout", "budget", "spec", "no-offer", "start", "backend",
@@ -174,8 +174,8 @@ LOOKED_UP = {
     "is_disruption": {"lost", "killed"},
     "is_final": {"stop", "timeout", "budget", "image", "refused", "spec", "no-offer", "start"},
     "never_starts": {"capacity", "placement", "image", "refused"},
-    "is_orderly": {"succeeded", "left", "stopped", "orphaned", "move", "spec-changed", "stop"},
-    "node_decides": {"succeeded", "failed", "killed", "left", "stopped"},
+    "is_orderly": {"succeeded", "drained", "stopped", "orphaned", "move", "spec-changed", "stop"},
+    "node_decides": {"succeeded", "failed", "killed", "drained", "stopped"},
 }
 """The current rows for which each is true; a later row may be added, but need not be."""
 
@@ -192,7 +192,7 @@ def test_what_is_looked_up_holds_for_these_rows(name, rows):
         ("resume", {"lost", "killed", "orphaned", "stalled", "move", "spec-changed"}),
         ("fail-if-repeated", {"cuda-out-of-memory", "disk-full", "not-found", "setup-failed", "failed"}),
         ("next-offer", {"not-started", "capacity", "placement", "backend"}),
-        ("as-requested", {"stopped", "left"}),
+        ("as-requested", {"stopped", "drained"}),
         ("replace", {"silent", "unneeded"}),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_node_waits_for_the_next_pod_of_node_0_where_the_stage_is_not_to_blame
     """The owner or the platform ended it; after any other end the other nodes fail too."""
     blameless = {name for name in END_REASONS if outcome_of(name).caused_by in ("owner", "platform")}
 
-    assert blameless & TODAY == {"left", "stopped", "orphaned", "killed"}
+    assert blameless & TODAY == {"drained", "stopped", "orphaned", "killed"}
 
 
 AT_ONCE = {"none": "succeed", "resume-if-funded": "fail"}
@@ -260,17 +260,20 @@ def test_a_node_that_does_not_run_brings_what_its_row_says(name):
 
     row = OUTCOMES[name]
     kinds = {"next-offer": ("kill", "capacity"), "fail": ("stop", name)}
-    assert (got.kind, got.why) == kinds.get(row.recovery, ("wait", ""))
+    assert (got.kind, got.stop_reason) == kinds.get(row.recovery, ("wait", ""))
     assert got.reason == (f"{row.text}: d" if row.never_starts else "starts: d")
 
 
 @pytest.mark.parametrize("why", [name for name, row in OUTCOMES.items() if row.kind == "stop"])
 def test_an_attempt_that_the_owner_stopped_is_followed_as_the_row_says(why):
     """A final stop ends the run, with its own name; after any other the next attempt starts."""
-    stopping = ("attempt-stopping", {"generation": 1, "attempt": 1, "why": why, "target": SMALL.to_dict()})
+    stopping = (
+        "attempt-stopping",
+        {"generation": 1, "attempt": 1, "stop_reason": why, "target": SMALL.to_dict()},
+    )
 
     got = next_action(
-        run(begun(), intended(), started(), stopping, ended("left")), Facts(backoff_is_over=True)
+        run(begun(), intended(), started(), stopping, ended("drained")), Facts(backoff_is_over=True)
     )
 
     expected = {"fail": ("fail", why), "stop": ("halt", "")}
@@ -305,4 +308,4 @@ def test_a_name_of_a_newer_version_decides_nothing():
 def test_a_wrapper_that_reports_an_unknown_end_is_refused():
     """The wire has only the protocol's names, even if the owner's table has more."""
     with pytest.raises(ProtocolError, match="reason must be one of"):
-        Status.from_json(b'{"schema": "1.0", "ended": {"reason": "lost"}}', where="status")
+        Status.from_json(b'{"schema": "2.0", "ended": {"reason": "lost"}}', where="status")

@@ -145,9 +145,15 @@ class TestNext:
 
     def test_an_accepted_move_starts_on_its_target_without_waiting(self):
         """It saved and stopped: the next attempt is on the large offer."""
-        accept = {"request": 4, "generation": 1, "attempt": 1, "why": "move", "target": LARGE.to_dict()}
+        accept = {
+            "request": 4,
+            "generation": 1,
+            "attempt": 1,
+            "stop_reason": "move",
+            "target": LARGE.to_dict(),
+        }
         ask = ("move-requested", {"target": LARGE.to_dict(), "from_attempt": [1, 1]})
-        state = run(begun(), intended(), started(), ask, ("move-accepted", accept), ended("left"))
+        state = run(begun(), intended(), started(), ask, ("move-accepted", accept), ended("drained"))
 
         got = next_action(state, Facts())
 
@@ -159,23 +165,23 @@ class TestNext:
         ask = ("stop-requested", {"reason": "cancel", "by": "me"})
         state = run(begun(), intended(), started(), ask)
         first = next_action(state, Facts(observed=RUNNING))
-        stopping = {"generation": 1, "attempt": 1, "why": "stop", "request": 4, "reason": "cancel"}
-        state = run(begun(), intended(), started(), ask, ("attempt-stopping", stopping), ended("left"))
+        stopping = {"generation": 1, "attempt": 1, "stop_reason": "stop", "request": 4, "reason": "cancel"}
+        state = run(begun(), intended(), started(), ask, ("attempt-stopping", stopping), ended("drained"))
 
-        assert (first.kind, first.why) == ("stop", "stop")
+        assert (first.kind, first.stop_reason) == ("stop", "stop")
         assert next_action(state, Facts()).kind == "halt"
 
     def test_a_stop_from_before_a_clear_stops_its_attempt_only(self):
         """Cleared while deferred: the old try's kill stops the attempt; the new try starts the next one."""
         ask = ("stop-requested", {"reason": "killed", "by": "ti-1"})
         take = ("owner", {}, CLEARED)
-        stopping = {"generation": 1, "attempt": 1, "why": "stop", "request": 4}
+        stopping = {"generation": 1, "attempt": 1, "stop_reason": "stop", "request": 4}
         before = run(begun(), intended(), started(), ask, take)
         asked = next_action(before, Facts(observed=RUNNING))
         steps = [begun(), intended(), started(), ask, take]
-        by_control = run(*steps, ended("left"))
+        by_control = run(*steps, ended("drained"))
         by_event = run(
-            begun(), intended(), started(), ask, ("attempt-stopping", stopping), take, ended("left")
+            begun(), intended(), started(), ask, ("attempt-stopping", stopping), take, ended("drained")
         )
 
         assert asked.kind == "stop"
@@ -188,17 +194,17 @@ class TestNext:
 
         got = next_action(state, Facts(observed=node("running", health="stalled", step=3)))
 
-        assert (got.kind, got.why) == ("stop", "stalled")
+        assert (got.kind, got.stop_reason) == ("stop", "stalled")
 
     def test_spent_money_stops_the_attempt_and_fails_the_run(self):
         """At the budget the attempt saves a checkpoint; it is not killed."""
         state = run(begun(), intended(), started())
-        stopping = {"generation": 1, "attempt": 1, "why": "budget", "reason": "spent"}
-        after = run(begun(), intended(), started(), ("attempt-stopping", stopping), ended("left"))
+        stopping = {"generation": 1, "attempt": 1, "stop_reason": "budget", "reason": "spent"}
+        after = run(begun(), intended(), started(), ("attempt-stopping", stopping), ended("drained"))
 
         got = next_action(state, Facts(observed=RUNNING, spent_usd=5.0, budget_usd=5.0))
 
-        assert (got.kind, got.why) == ("stop", "budget")
+        assert (got.kind, got.stop_reason) == ("stop", "budget")
         assert next_action(after, Facts()).failure == "budget"
 
     def test_an_unknown_price_never_counts_as_spent(self):
@@ -209,7 +215,7 @@ class TestNext:
 
     def test_an_overdue_attempt_is_killed(self):
         """It was asked to drain and did not finish in time."""
-        stopping = {"generation": 1, "attempt": 1, "why": "move", "target": LARGE.to_dict()}
+        stopping = {"generation": 1, "attempt": 1, "stop_reason": "move", "target": LARGE.to_dict()}
         state = run(begun(), intended(), started(), ("attempt-stopping", stopping))
 
         assert next_action(state, Facts(observed=RUNNING, is_overdue=True)).kind == "kill"

@@ -33,7 +33,7 @@ def after(*events):
     ("why", "kind", "failure"),
     [("stop", "halt", ""), ("timeout", "fail", "timeout"), ("image", "fail", "image")],
 )
-@pytest.mark.parametrize("outcome", ["left", "stopped", "lost", "failed", "killed"])
+@pytest.mark.parametrize("outcome", ["drained", "stopped", "lost", "failed", "killed"])
 @pytest.mark.parametrize("retried", ["before", "after", "twice"])
 def test_a_retry_undoes_no_stop(why, kind, failure, outcome, retried):
     """For any outcome of the attempt, and any try that observed it (A3)."""
@@ -70,7 +70,7 @@ def test_a_stop_counts_when_the_attempt_ends_before_it_is_asked():
 
 def test_a_stop_during_a_move_ends_the_run_instead_of_the_move():
     """The attempt drains for another machine; the next one does not start (A3)."""
-    events = [*RUNNING, stopping("move"), requested(), owner(RETRY), ended("left", step=3)]
+    events = [*RUNNING, stopping("move"), requested(), owner(RETRY), ended("drained", step=3)]
 
     assert after(*events).kind == "halt"
 
@@ -81,7 +81,7 @@ def test_a_clear_overrides_a_stop(why, cleared):
     """Another max_tries: the user wants it to continue (A3)."""
     events = [*RUNNING, stopping(why)]
     at = len(events) if cleared == "while it stops" else len(events) + 1
-    events += [ended("left", step=3)]
+    events += [ended("drained", step=3)]
     events.insert(at, owner(CLEARED))
 
     got = after(*events)
@@ -108,14 +108,14 @@ def test_a_retry_after_a_clear_undoes_nothing():
 
 def test_a_sibling_that_is_cleared_clears_nothing_here():
     """It raises the clear number of the DAG run, but leaves this task's max_tries unchanged (A3)."""
-    assert after(*RUNNING, stopping("stop"), ended("left"), owner(RETRY)).kind == "halt"
+    assert after(*RUNNING, stopping("stop"), ended("drained"), owner(RETRY)).kind == "halt"
 
 
 def test_a_clear_while_a_worker_runs_the_task_may_count_as_a_retry():
     """Airflow leaves max_tries unchanged where the executor reports a failure; one more clear counts (A3)."""
     cleared_while_running = Actor("ti-2", 2, 3, life="one")
     once_more = Actor("ti-3", 3, 5, life="one")
-    events = [*RUNNING, stopping("stop"), owner(cleared_while_running), ended("left", step=3)]
+    events = [*RUNNING, stopping("stop"), owner(cleared_while_running), ended("drained", step=3)]
 
     assert after(*events).kind == "halt"
     assert after(*events, ("stopped", {"generation": 1}), owner(once_more)).kind == "start"

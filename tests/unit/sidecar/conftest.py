@@ -91,7 +91,7 @@ class Bench:
             run=self.store,
             who=self.who,
             layout=self.layout,
-            memory=Memory(self.spool, own=self.layout.own_folder),
+            memory=Memory(self.spool, own=self.layout.private_path),
             monotonic=self.clock,
             patience_s=0,
         )

@@ -218,12 +218,12 @@ def test_a_start_waits_until_the_owner_has_listed(bench, store):
 def test_a_stop_that_came_first_stands_and_keeps_what_was_allowed(store):
     """A stop between the hold and the list is not revoked, and the next attempt still finds its past (A5)."""
     start.fence_older(store, Control(), generation=1, attempt=2)
-    store.write(control_name(1, 2), Control(sequence=9, action="leave").to_json())
+    store.write(control_name(1, 2), Control(sequence=9, action="drain").to_json())
 
     start.write_candidates(store, Control(), ("g1-step-00000100-a1",), generation=1, attempt=2)
 
     control = Control.from_json(store.read(control_name(1, 2)), where="t")
-    assert (control.action, control.sequence, control.candidates) == ("leave", 9, ("g1-step-00000100-a1",))
+    assert (control.action, control.sequence, control.candidates) == ("drain", 9, ("g1-step-00000100-a1",))
     assert start.list_candidates(store, generation=1, attempt=3) == ("g1-step-00000100-a1",)
 
 

@@ -123,7 +123,7 @@ def test_only_a_readable_status_is_a_report(spool):
     for text in (
         Status(phase="ended", ended=ended).to_json(),
         Status().to_json(),
-        b'{"schema": "1.0", "ended": {"reason"',
+        b'{"schema": "2.0", "ended": {"reason"',
         b'{"schema": "9.0"}',
     ):
         spool.wrapper.write_bytes(text)

@@ -246,7 +246,7 @@ def test_a_restore_is_not_laid_into_a_foreign_folder(bench, secret):
 
 def test_where_folders_were_is_remembered_where_the_training_cannot_write(make_bench, tmp_path, secret):
     """A restarted sidecar reads it from its own folder, even if sidecar.json changed (B1)."""
-    layout = {"outputs": {"model": str(tmp_path / "out/model")}, "own": str(tmp_path / "own")}
+    layout = {"outputs": {"model": str(tmp_path / "out/model")}, "private_folder": str(tmp_path / "own")}
     bench = make_bench(layout=layout)
     (tmp_path / "out").mkdir()
     bench.context.remember_places()

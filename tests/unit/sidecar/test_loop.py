@@ -165,7 +165,7 @@ def test_a_missing_output_turns_success_into_failure(ready):
     assert bench.status().outputs == {}
 
 
-@pytest.mark.parametrize("reason", ["failed", "left", "killed"])
+@pytest.mark.parametrize("reason", ["failed", "drained", "killed"])
 def test_outputs_of_a_command_that_did_not_succeed_stay_here(ready, store, tmp_path, reason):
     """A half-trained model is not an output."""
     bench = ready()
@@ -186,7 +186,7 @@ def test_the_last_checkpoint_goes_up_before_the_end(ready, store):
     sidecar = Sidecar(bench.context)
     rounds(bench, sidecar)
     bench.session_saves("g1-step-00000010-a2", step=10)
-    bench.wrapper_says(ended={"exit_code": 85, "reason": "left"})
+    bench.wrapper_says(ended={"exit_code": 85, "reason": "drained"})
 
     assert rounds(bench, sidecar, 5)
 
@@ -239,7 +239,7 @@ def test_a_failed_set_up_that_no_wrapper_takes_up_is_ended_all_the_same(make_ben
 def test_an_attempt_that_was_asked_to_go_before_it_began_has_not_failed(ready):
     """Its image may still be loading: no wrapper reads that it should stop."""
     bench = ready()
-    bench.heard(sequence=7, action="leave", reason="orphaned: the lease stood still")
+    bench.heard(sequence=7, action="drain", reason="orphaned: the lease stood still")
     sidecar = Sidecar(bench.context)
     rounds(bench, sidecar, 2)
     bench.clock.now += WRAPPER_S
@@ -264,7 +264,7 @@ def test_a_status_every_15_seconds_and_on_change(ready, store):
     assert (bench.status().sequence, bench.status().progress.step) == (first + 1, 2)
 
     for count, fields in enumerate(
-        [{"progress": {"step": 3, "epoch": 1}}, {"health": "stalled"}, {"phase": "leaving"}]
+        [{"progress": {"step": 3, "epoch": 1}}, {"health": "stalled"}, {"phase": "draining"}]
     ):
         bench.wrapper_says(**fields)
         rounds(bench, sidecar)
@@ -335,7 +335,7 @@ def test_nonsense_from_the_wrapper_is_said_and_survived(ready):
     bench.wrapper_says(progress={"step": 1})
     rounds(bench, sidecar, 2)
 
-    bench.spool.wrapper.write_bytes(b'{"schema":"1.0","phase":"dancing"}')
+    bench.spool.wrapper.write_bytes(b'{"schema":"2.0","phase":"dancing"}')
     rounds(bench, sidecar, 2)
 
     assert bench.status().progress.step == 1

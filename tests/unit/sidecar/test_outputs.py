@@ -120,7 +120,7 @@ def test_an_absolute_link_below_a_literal_mount_path_is_its_own(make_bench, stor
     model.mkdir(parents=True)
     (model / "w").write_text("W")
     (model / "latest").symlink_to(target)
-    layout = {"outputs": {"model": str(model)}, "seen_as": {str(model): "/output/model"}}
+    layout = {"outputs": {"model": str(model)}, "training_paths": {str(model): "/output/model"}}
     bench = make_bench(layout=layout)
     bench.context.remember_places()
 

@@ -269,14 +269,14 @@ def test_other_nodes_begin_fresh_when_node_0_does(make_bench, store):
 def test_other_nodes_do_not_wait_for_a_node_that_ended(make_bench, store):
     """Node 0's setup failed: node 1 fails too, at once."""
     bench = make_bench(node=1, nodes=2)
-    ended = '{"schema":"1.0","phase":"ended","ended":{"reason":"setup-failed","detail":"no disk"}}'
+    ended = '{"schema":"2.0","phase":"ended","ended":{"reason":"setup-failed","detail":"no disk"}}'
     store.write(status_name(1, 2, 0), ended.encode())
 
     with pytest.raises(CheckpointError, match="node 0 has ended: setup-failed no disk"):
         restore(bench.context, Control())
 
 
-@pytest.mark.parametrize("reason", ["left", "stopped", "orphaned", "killed"])
+@pytest.mark.parametrize("reason", ["drained", "stopped", "orphaned", "killed"])
 def test_a_node_0_that_had_to_go_is_no_fault_of_the_stage(make_bench, store, reason):
     """Its spot machine was reclaimed and no pod replaced it in time: the node still in setup stops, too."""
     bench = make_bench(node=1, nodes=2)

@@ -60,7 +60,7 @@ def test_a_fresh_start(node, store, tmp_path):
     assert (tmp_path / "ck").is_dir()
     assert (tmp_path / "out").is_dir()
     assert bench.start() == {
-        "schema": "1.0",
+        "schema": "2.0",
         "cwd": str(tmp_path / "w"),
         "env": {},
         "restore": None,
@@ -243,7 +243,7 @@ def test_a_volume_that_does_not_exist_is_named(node, tmp_path, source):
     lay_out(bench.context)
 
     assert bench.start() == {
-        "schema": "1.0",
+        "schema": "2.0",
         "failed": "volume data: /no/such/folder does not exist on this machine",
         "reason": "setup-failed",
     }

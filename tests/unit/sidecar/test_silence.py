@@ -64,7 +64,7 @@ def test_code_that_saves_by_itself_or_not_at_all_says_so_too(make_bench, saves):
     bench.wrapper_says(progress={"step": 0})
     if saves:
         (bench.spool.root / "progress").mkdir()
-        (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","saves":true}')
+        (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"2.0","saves":true}')
     bench.snapshots = Snapshots(bench.context, {"seconds": 60})
 
     run(bench, 100)

@@ -21,7 +21,7 @@ def test_a_periodic_snapshot(trained):
     assert saved(bench) == ["g1-step-00000040-a2"]
     assert (bench.spool.checkpoints / "g1-step-00000040-a2/model.pt").read_bytes() == b"weights"
     assert facts(bench, "g1-step-00000040-a2") == {
-        "schema": "1.0", "step": 40, "epoch": 1, "samples": 640, "save_s": 0.0,
+        "schema": "2.0", "step": 40, "epoch": 1, "samples": 640, "save_s": 0.0,
     }  # fmt: skip
 
 

@@ -9,30 +9,30 @@ def test_asked_to_leave_it_copies_what_is_new_and_answers(trained):
     bench = trained()
     put(bench.ck, {"model.pt": b"1"})
     bench.wrapper_says(progress={"step": 3})
-    bench.heard(sequence=9, action="leave")
+    bench.heard(sequence=9, action="drain")
 
     run(bench, 5)
     assert not bench.spool.snapshot.exists()
     run(bench, 1)
 
-    assert answer(bench) == {"schema": "1.0", "sequence": 9, "taken": True, "name": "g1-step-00000003-a2"}
+    assert answer(bench) == {"schema": "2.0", "sequence": 9, "taken": True, "name": "g1-step-00000003-a2"}
 
 
 def test_asked_with_nothing_new_it_answers_at_once(trained):
     """The training need not wait for a copy that already exists."""
     bench = trained()
-    bench.heard(sequence=9, action="leave")
+    bench.heard(sequence=9, action="drain")
 
     run(bench, 1)
 
-    assert answer(bench) == {"schema": "1.0", "sequence": 9, "taken": False, "name": None}
+    assert answer(bench) == {"schema": "2.0", "sequence": 9, "taken": False, "name": None}
 
 
 def test_asked_at_an_epoch_it_waits_for_the_next_save(trained):
     """A save by such code marks the boundary: the existing one is older than necessary."""
     bench = trained()
     put(bench.ck, {"model.pt": b"old"})
-    bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=600)
+    bench.heard(sequence=9, action="drain", align="epoch", align_timeout_s=600)
     run(bench, 100)
     assert not bench.spool.snapshot.exists()
 
@@ -47,7 +47,7 @@ def test_asked_at_an_epoch_that_never_comes_it_takes_what_is_there(trained):
     """After align_timeout."""
     bench = trained()
     put(bench.ck, {"model.pt": b"old"})
-    bench.heard(sequence=9, action="leave", align="epoch", align_timeout_s=60)
+    bench.heard(sequence=9, action="drain", align="epoch", align_timeout_s=60)
 
     run(bench, 62)
 
@@ -57,7 +57,7 @@ def test_asked_at_an_epoch_that_never_comes_it_takes_what_is_there(trained):
 def test_a_tree_that_is_never_quiet_does_not_hold_up_a_leave(trained):
     """After the grace it answers without a snapshot, and reports the reason."""
     bench = trained()
-    bench.heard(sequence=9, action="leave", grace_s=30)
+    bench.heard(sequence=9, action="drain", grace_s=30)
     for count in range(40):
         (bench.ck / "log").write_bytes(b"x" * (count + 1))
         run(bench, 1)
@@ -86,9 +86,9 @@ def test_code_that_saves_by_itself_is_left_alone(trained):
     """Session saves: no copies, and a request is answered at once."""
     bench = trained(every={"seconds": 1})
     (bench.spool.root / "progress").mkdir()
-    (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true,"saves":true}')
+    (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"2.0","cooperates":true,"saves":true}')
     put(bench.ck, {"model.pt": b"1"})
-    bench.heard(sequence=2, action="leave")
+    bench.heard(sequence=2, action="drain")
 
     run(bench, 20)
 
@@ -100,7 +100,7 @@ def test_code_that_only_reports_is_copied(trained):
     """A Session that never saves protects nothing."""
     bench = trained(every={"seconds": 1})
     (bench.spool.root / "progress").mkdir()
-    (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"1.0","cooperates":true}')
+    (bench.spool.root / "progress/rank-0.json").write_text('{"schema":"2.0","cooperates":true}')
     put(bench.ck, {"model.pt": b"1"})
 
     run(bench, 8)
@@ -112,7 +112,7 @@ def test_other_nodes_copy_nothing(trained):
     """Node 0's folder is the checkpoint; the others only answer."""
     bench = trained(every={"seconds": 1}, node=1, nodes=2)
     put(bench.ck, {"model.pt": b"1"})
-    bench.heard(sequence=2, action="leave")
+    bench.heard(sequence=2, action="drain")
 
     run(bench, 20)
 

@@ -18,7 +18,7 @@ from envscaler_airflow.store.root import Root
         (6, {"signal": 9, "reason": "killed"}, True),
         (4, {"signal": 9, "reason": "killed"}, False),
         (4, {"exit_code": 1, "reason": "failed"}, False),
-        (4, {"signal": 15, "reason": "left"}, False),
+        (4, {"signal": 15, "reason": "drained"}, False),
         (6, {"exit_code": 1, "reason": "failed"}, True),
     ],
 )

@@ -330,7 +330,7 @@ def test_a_slower_node_that_still_uploads_is_waited_for_at_the_end(make_bench, s
     """Its part of the checkpoint that a move needs is under way; ten minutes are the limit."""
     bench = make_bench(node=node, nodes=2)
     bench.session_saves(NAME, step=300)
-    bench.wrapper_says(ended={"exit_code": 85, "reason": "left"})
+    bench.wrapper_says(ended={"exit_code": 85, "reason": "drained"})
     checkpoints = Checkpoints(bench.context, 3)
     store.write(status_name(1, 2, 1 - node), Status(phase="uploading").to_json())
     checkpoints.step()

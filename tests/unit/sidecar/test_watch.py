@@ -26,7 +26,7 @@ def control(bench):
 
 def test_a_control_is_handed_over_byte_for_byte(bench, store):
     """Including fields that this version does not know."""
-    body = b'{ "schema": "1.7", "sequence": 3, "action": "leave", "mood": "new" }'
+    body = b'{ "schema": "2.7", "sequence": 3, "action": "drain", "mood": "new" }'
     store.write(NAME, body)
 
     OwnerWatch(bench.context).step()
@@ -49,7 +49,7 @@ def test_an_unchanged_control_is_not_written_again(bench):
     assert control(bench).sequence == 2
 
 
-@pytest.mark.parametrize("body", [b"{torn", b'{"schema":"2.0"}', b'{"schema":"1.0","action":"explode"}'])
+@pytest.mark.parametrize("body", [b"{torn", b'{"schema":"3.0"}', b'{"schema":"2.0","action":"explode"}'])
 def test_a_control_of_another_version_is_refused_and_training_goes_on(bench, store, body):
     """The last valid one stays, and the message quotes the new one."""
     bench.owner_asks(sequence=1)
@@ -65,13 +65,13 @@ def test_a_control_of_another_version_is_refused_and_training_goes_on(bench, sto
 
 def test_a_word_that_comes_late_does_not_undo_the_later_one(bench):
     """An owner that hung between its event and its control overwrites its successor's control."""
-    bench.owner_asks(sequence=7, action="leave")
+    bench.owner_asks(sequence=7, action="drain")
     watch = OwnerWatch(bench.context)
     watch.step()
     bench.owner_asks(sequence=5, action="checkpoint")
     run(bench, watch, 10)
 
-    assert (control(bench).sequence, control(bench).action) == (7, "leave")
+    assert (control(bench).sequence, control(bench).action) == (7, "drain")
 
 
 def lease_bench(bench, store):
@@ -101,12 +101,12 @@ def test_a_lease_that_stands_still_ends_the_attempt(bench, store):
 
     run(bench, watch, 30)
     asked = control(bench)
-    assert (asked.sequence, asked.action, asked.align, asked.grace_s) == (5, "leave", "step", 30)
+    assert (asked.sequence, asked.action, asked.align, asked.grace_s) == (5, "drain", "step", 30)
     assert asked.reason.startswith("orphaned: the lease stood still for 3")
     assert asked.candidates == ("g1-step-00000100-a1",)
 
     run(bench, watch, 60)
-    assert control(bench).action == "leave"
+    assert control(bench).action == "drain"
     run(bench, watch, 32)
     assert (control(bench).sequence, control(bench).action) == (6, "stop")
     assert control(bench).reason == asked.reason
@@ -119,7 +119,7 @@ def test_a_lease_that_was_never_written_counts_as_still(bench):
 
     run(bench, watch, 330)
 
-    assert control(bench).action == "leave"
+    assert control(bench).action == "drain"
 
 
 def test_a_store_that_cannot_be_read_is_no_expiry(bench, store):
@@ -156,7 +156,7 @@ def test_an_orphan_stays_one(bench, store):
 
     watch = OwnerWatch(bench.restarted())
     run(bench, watch, 10)
-    assert (control(bench).sequence, control(bench).action) == (5, "leave")
+    assert (control(bench).sequence, control(bench).action) == (5, "drain")
 
     run(bench, watch, 100)
     assert control(bench).action == "stop"
@@ -212,7 +212,7 @@ def test_room_on_the_disk_lets_the_orphan_be_asked_after_all(bench, store, monke
         assert control(bench).action == "run"
     run(bench, watch, 2)
 
-    assert control(bench).action == "leave"
+    assert control(bench).action == "drain"
     assert bench.state.override is not None
 
 
@@ -247,7 +247,7 @@ def test_a_training_cannot_lengthen_its_own_lease(bench, store):
         bench.spool.write(bench.spool.control, forged)
     run(bench, watch, 2)
 
-    assert control(bench).action == "leave"
+    assert control(bench).action == "drain"
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_a_memory_that_another_hand_wrote_ends_no_sidecar(bench, store, body):
     watch = OwnerWatch(bench.restarted())
     run(bench, watch, 332)
 
-    assert control(bench).action == "leave"
+    assert control(bench).action == "drain"

@@ -85,7 +85,7 @@ def test_a_folder_keeps_the_uuid_that_came_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"{}", b'{"schema":"1.0","deployment":"../x"}', b'{"schema":"1.0"}']
+    "text", [b"", b"[]", b"{}", b'{"schema":"2.0","deployment":"../x"}', b'{"schema":"2.0"}']
 )
 def test_a_foreign_deployment_file_is_refused(tmp_path, text):
     """An invalid uuid never becomes part of a path."""
@@ -98,7 +98,7 @@ def test_a_foreign_deployment_file_is_refused(tmp_path, text):
 def test_a_newer_deployment_file_is_read(tmp_path):
     """A later minor version may add fields."""
     known = "12345678-1234-5678-1234-567812345678"
-    (tmp_path / "deployment.json").write_text(json.dumps({"schema": "1.9", "deployment": known, "more": 1}))
+    (tmp_path / "deployment.json").write_text(json.dumps({"schema": "2.9", "deployment": known, "more": 1}))
 
     assert deployment_of(open_store(str(tmp_path)), "  ") == known
 

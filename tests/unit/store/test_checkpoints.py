@@ -129,7 +129,7 @@ def test_a_damaged_one_is_found_and_the_one_before_is_used(store, save, tmp_path
         b"{",
         b"[]",
         b'{"schema":"9.0"}',
-        b'{"schema":"1.0","files":[{"path":"../x"}]}',
+        b'{"schema":"2.0","files":[{"path":"../x"}]}',
         b"\xff",
         b"x" * (17 << 20),
     ],

@@ -100,7 +100,7 @@ def test_torn_lines_and_other_versions_are_left_out(tmp_path):
     store, _, log = made(tmp_path)
     log.add(check(0, "move", "saves $1"))
     good = store.read("run/decisions/sensor-1-000001.jsonl")
-    newer = json.dumps({**json.loads(good), "schema": "2.0"}).encode()
+    newer = json.dumps({**json.loads(good), "schema": "3.0"}).encode()
 
     store.write("run/decisions/zz-000001.jsonl", good[:40] + b"\n" + newer + b"\nnull\n")
 
@@ -120,8 +120,8 @@ def test_a_chunk_that_is_too_large_ends_no_reader(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        '{"schema": "1.0", "times": 1, "check": {"observation": {"elapsed_s": 1' + 400 * "0" + "}}}",
-        '{"schema": "1.0", "times": Infinity, "check": GOOD}',
+        '{"schema": "2.0", "times": 1, "check": {"observation": {"elapsed_s": 1' + 400 * "0" + "}}}",
+        '{"schema": "2.0", "times": Infinity, "check": GOOD}',
         100_000 * "[",
     ],
     ids=["no float", "no count", "too deep"],

@@ -108,7 +108,7 @@ def test_the_first_event_is_number_one(store):
 
     assert event == Event(1, read_body(*BEGIN), "me", 7.5, ACTOR)
     assert json.loads(store.read("run/events/000001.json")) == {
-        "schema": "1.0",
+        "schema": "2.0",
         "number": 1,
         "type": "generation",
         "writer": "me",
@@ -381,7 +381,7 @@ def test_a_file_that_is_too_large_is_refused_and_never_ours(store):
 
 def test_unknown_types_and_newer_minors_are_kept(store):
     """They count, and change only the list of unknown events."""
-    text = b'{"schema":"1.9","number":1,"type":"invented","writer":"w","at":1,"body":{"a":1},"new":2}'
+    text = b'{"schema":"2.9","number":1,"type":"invented","writer":"w","at":1,"body":{"a":1},"new":2}'
     store.write("run/events/000001.json", text)
     log = log_of(store)
 
@@ -394,8 +394,8 @@ def test_unknown_types_and_newer_minors_are_kept(store):
     ("text", "says"),
     [
         (b"", "not JSON"),
-        (b'{"schema":"2.0","number":1,"type":"x","body":{}}', "schema '2.0', this side uses"),
-        (b'{"schema":"1.0","number":2,"type":"x","body":{}}', "says that it is event 2"),
+        (b'{"schema":"3.0","number":1,"type":"x","body":{}}', "schema '3.0', this side uses"),
+        (b'{"schema":"2.0","number":2,"type":"x","body":{}}', "says that it is event 2"),
     ],
 )
 def test_what_is_no_event_of_this_log_is_refused(store, text, says):
@@ -522,7 +522,7 @@ def test_a_fold_that_fails_leaves_the_log_usable(store):
     """An event that lacks a field is rejected every time, not skipped the second time."""
     log = log_of(store)
     log.append(0, read_body(*BEGIN))
-    torn = {"schema": "1.0", "number": 2, "type": "attempt-intended", "body": {"generation": 1}}
+    torn = {"schema": "2.0", "number": 2, "type": "attempt-intended", "body": {"generation": 1}}
     store.write("run/events/000002.json", json.dumps(torn).encode())
 
     for _ in range(2):

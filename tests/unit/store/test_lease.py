@@ -45,10 +45,10 @@ def test_a_lease_begins_at_one_and_grows_by_one(store):
         b"",
         b"[]",
         b"null",
-        b'{"schema":"1.0"}',
-        b'{"schema":"2.0","counter":1}',
-        b'{"schema":"1.0","counter":"x"}',
-        b'{"schema":"1.0","counter":1,"ages":[]}',
+        b'{"schema":"2.0"}',
+        b'{"schema":"3.0","counter":1}',
+        b'{"schema":"2.0","counter":"x"}',
+        b'{"schema":"2.0","counter":1,"ages":[]}',
     ],
 )
 def test_what_is_no_lease_is_refused_by_readers_and_replaced_by_the_owner(store, text):
@@ -62,7 +62,7 @@ def test_what_is_no_lease_is_refused_by_readers_and_replaced_by_the_owner(store,
 
 def test_a_newer_lease_is_read(store):
     """A later minor version may add fields."""
-    store.write("lease/run.json", b'{"schema":"1.7","counter":5,"more":[]}')
+    store.write("lease/run.json", b'{"schema":"2.7","counter":5,"more":[]}')
 
     assert LeaseFile(store).read() == Lease(5)
 

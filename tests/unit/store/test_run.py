@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from envscaler_agent.protocol import Control, Progress, Status, claim_name, status_name
+from envscaler_agent.protocol import SCHEMA, Control, Progress, Status, claim_name, status_name
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.run.event_bodies import NewGeneration
@@ -49,7 +49,7 @@ def test_the_key_is_the_given_one_else_that_of_the_folder(run, store):
     """A folder that contains the key of another run has none."""
     assert run.key() == KEY
     other = Run(store, "d/dag/run/train/7")
-    body = json.dumps({"key": KEY.to_dict()}).encode()
+    body = json.dumps({"schema": SCHEMA, "key": KEY.to_dict()}).encode()
     run.write("run.json", body)
     other.write("run.json", body)
 
@@ -117,9 +117,9 @@ def test_a_control_is_read_as_it_was_written(run):
     """None before the owner asks anything of the attempt."""
     assert run.control((1, 1)) is None
 
-    run.write_control((1, 1), Control(sequence=4, action="leave"))
+    run.write_control((1, 1), Control(sequence=4, action="drain"))
 
-    assert run.control((1, 1)) == Control(sequence=4, action="leave")
+    assert run.control((1, 1)) == Control(sequence=4, action="drain")
 
 
 def test_a_lease_that_cannot_be_read_counts_as_one_that_was_never_written(run):

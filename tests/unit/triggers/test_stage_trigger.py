@@ -383,7 +383,7 @@ def test_a_kill_asks_the_attempt_to_save_and_go(world):
 
     control = json.loads(world.store.read(f"{KEY.prefix}/{control_name(1, 1)}"))
     assert world.log.read()[-1].type == "stop-requested"
-    assert (control["action"], control["align"]) == ("leave", "now")
+    assert (control["action"], control["align"]) == ("drain", "now")
     assert ("stop", world.handle.name) in world.backend.calls
 
 

@@ -171,7 +171,7 @@ def test_only_an_elastic_launcher_lets_nodes_come(spec, bound):
 
     job = render_attempt(request, Settings(image="train:1"))["job"]
 
-    assert int(job["metadata"]["labels"].get(names.MOST, "2")) == bound
+    assert int(job["metadata"]["labels"].get(names.MAX_NODES, "2")) == bound
     assert job["spec"]["backoffLimit"] == bound
 
 
@@ -197,7 +197,7 @@ def test_what_is_marked_or_stands_on_a_node_that_goes_leaves_first(annotations, 
 
 def test_completions_and_parallelism_change_together():
     """If only one changes, Kubernetes refuses the first and misreads the second."""
-    job = {"metadata": {"name": "j", "uid": "u", "labels": {names.MOST: "4"}}}
+    job = {"metadata": {"name": "j", "uid": "u", "labels": {names.MAX_NODES: "4"}}}
 
     assert rescale_patch(job, 3) == {
         "metadata": {"uid": "u", "labels": {names.NODES: "3"}},

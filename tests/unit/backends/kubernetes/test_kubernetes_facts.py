@@ -302,8 +302,8 @@ def test_what_a_node_held_before_its_pod_was_made_again_is_billed():
         ({names.INDEX_FAILURES: "0", names.INDEX_IGNORED: "1"}, {}, True),
         ({names.INDEX_FAILURES: "1"}, {}, True),
         ({}, {}, True),
-        ({}, {names.LATE: "true"}, False),
-        ({names.INDEX_FAILURES: "0", names.INDEX_IGNORED: "1"}, {names.LATE: "true"}, True),
+        ({}, {names.DELAYED_PODS: "true"}, False),
+        ({names.INDEX_FAILURES: "0", names.INDEX_IGNORED: "1"}, {names.DELAYED_PODS: "true"}, True),
     ],
 )
 def test_the_wait_for_a_nodes_very_first_pod_costs_nothing(notes, of_job, is_billed):

@@ -91,7 +91,7 @@ ENDS = {
         pod(phase="Failed", main=ended(127)),
         ("not-found", 127, None),
     ),
-    "left": (pod(phase="Failed", main=ended(85)), ("left", 85, None)),
+    "drained": (pod(phase="Failed", main=ended(85)), ("drained", 85, None)),
     "stopped": (pod(phase="Failed", main=ended(87)), ("stopped", 87, None)),
     "orphaned": (pod(phase="Failed", main=ended(86)), ("orphaned", 86, None)),
     "set-up failed": (pod(phase="Failed", main=ended(88)), ("setup-failed", 88, None)),

@@ -163,7 +163,9 @@ def test_the_parts_of_a_mixed_attempt_count_their_nodes_on():
 
     jobs = [part["job"] for part in parts]
     pods = [job["spec"]["template"]["spec"] for job in jobs]
-    assert [(job["spec"]["completions"], job["metadata"]["labels"].get(names.FIRST)) for job in jobs] == [
+    assert [
+        (job["spec"]["completions"], job["metadata"]["labels"].get(names.FIRST_NODE)) for job in jobs
+    ] == [
         (1, None),
         (3, "1"),
     ]

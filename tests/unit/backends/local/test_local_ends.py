@@ -14,7 +14,7 @@ OOM = "the kernel killed 1 process(es) at the memory limit"
     [
         (0, NodeEnd(0, None, "succeeded")),
         (1, NodeEnd(1, None, "failed")),
-        (85, NodeEnd(85, None, "left")),
+        (85, NodeEnd(85, None, "drained")),
         (86, NodeEnd(86, None, "orphaned")),
         (87, NodeEnd(87, None, "stopped")),
         (88, NodeEnd(88, None, "setup-failed")),

@@ -17,7 +17,7 @@ def test_json_is_replaced_as_a_whole(tmp_path):
     files.write_json(path, {"a": 1})
     files.write_json(path, {"a": 2})
 
-    assert files.read_json(path) == {"schema": "1.0", "a": 2}
+    assert files.read_json(path) == {"schema": "2.0", "a": 2}
     assert [found.name for found in tmp_path.iterdir()] == ["node.json"]
 
 
