@@ -162,7 +162,7 @@ def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
     """Print what *target* lacks, and return True, if *target* is a place to run and not a variant."""
     if target is None:
         return False
-    from envscaler_airflow.cli.validate import tell_missing  # noqa: PLC0415  (a plan has no time for it)
+    from envscaler_airflow.cli.specs import tell_missing  # noqa: PLC0415  (a plan has no time for it)
 
     if target not in backend_names() and target != "docker":
         return False

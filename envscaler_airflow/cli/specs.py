@@ -1,20 +1,25 @@
-"""Options that every command on a spec file shares."""
+"""Specs from the shell: options that every command on a spec file shares, ``validate`` and ``schema``."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import click
 
-from envscaler_airflow.cli.common import default_store_url
-from envscaler_airflow.envspec import EnvSpec, Loaded, load_with_sources, parse_reference
+from envscaler_airflow.backends import BackendType, all_backends
+from envscaler_airflow.cli.common import default_store_url, output_option
+from envscaler_airflow.envspec import EnvSpec, Loaded, load_with_sources, parse_reference, spec_hash
+from envscaler_airflow.envspec.schema import reference_text, schema_text
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.images.dry_run import missing_on
+from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.images.spec_registry import SpecRegistry
+from envscaler_airflow.launch import batches
 from envscaler_airflow.scaling.registry import check_policy
 from envscaler_airflow.store.base import open_store
 
@@ -137,3 +142,111 @@ def refuse_own_secrets(spec: EnvSpec) -> None:
             raise SpecError(
                 f"a value of the spec contains the secret of {reference}; leave it to that reference"
             )
+
+
+@click.command("dry-run")
+@spec_options
+@click.option("--target", default="local", show_default=True, help="A backend, docker or vm.")
+@output_option
+def dry_run(source: SpecSource, target: str, *, as_json: bool) -> None:
+    """Show what this machine, or the cluster of kubectl's context, lacks for a stage. Exit 0 or 1."""
+    tell_missing(source.to_run(target), target, as_json=as_json)
+
+
+def tell_missing(spec: EnvSpec, target: str, *, as_json: bool) -> None:
+    """Print what *target* lacks for *spec*; the command ends with 1 when it lacks anything."""
+    missing = missing_on(target, spec, store_url=default_store_url())
+    of_backends = [warning for kind in backends_of(target) for warning in kind.warnings(spec)]
+    warnings = [*spec.warnings, *of_backends]
+    if as_json:
+        body = {"name": spec.name, "target": target, "missing": missing}
+        click.echo(json.dumps(body | {"warnings": warnings}, indent=2))
+    else:
+        for warning in warnings:
+            click.echo(f"warning: {warning}", err=True)
+        for text in missing:
+            click.echo(text)
+        click.echo(f"{spec.name}: {len(missing) or 'nothing'} missing on {target}", err=True)
+    if missing:
+        click.get_current_context().exit(1)
+
+
+def backends_of(target: str | None) -> list[BackendType]:
+    """The backend that *target* names; without a target those on this machine, where a spec may run."""
+    kinds = all_backends().values()
+    return [kind for kind in kinds if (kind.is_here if target is None else kind.name == target)]
+
+
+@click.command()
+@click.option("--markdown", is_flag=True, help="Print the reference of fields instead.")
+@output_option
+def schema(*, markdown: bool, as_json: bool) -> None:
+    """Print the JSON Schema of specs, with which editors complete and check envscaler.yaml."""
+    if markdown and as_json:
+        click.echo(json.dumps({"markdown": reference_text()}))
+        return
+    click.echo(reference_text() if markdown else schema_text(), nl=False)
+
+
+@click.command()
+@spec_options
+@click.option("--target", help="Variant to check; the default is every variant of the spec.")
+@output_option
+def validate(source: SpecSource, target: str | None, *, as_json: bool) -> None:
+    """Check a spec and print every error, with file, line, path, value and what to write. Exit 0 or 2."""
+    spec: EnvSpec | None = None
+    faults: list[str] = []
+    try:
+        loaded = source.load(target)
+        spec = loaded.spec
+        faults += _faults_of(batches, spec) + _faults_of(read_requirements, spec)
+        faults += [_placed(fault, loaded.sources) for fault in _faults_of(check_policy, spec)]
+        for kind in backends_of(target):
+            faults += [_placed(fault, loaded.sources) for fault in kind.faults(spec)]
+    except SpecError as err:
+        faults = err.faults
+    if as_json:
+        click.echo(json.dumps(_answer(source.path, spec, faults), indent=2))
+    else:
+        _print(source.path, spec, faults)
+    if faults:
+        click.get_current_context().exit(2)
+
+
+def _placed(fault: str, sources: Mapping[str, str]) -> str:
+    """*fault*, which begins with a path, behind the file and line of that path."""
+    where = sources.get(fault.partition(": ")[0])
+    return fault if where is None else f"{where}: {fault}"
+
+
+def _faults_of(check: Callable[[EnvSpec], object], spec: EnvSpec) -> list[str]:
+    try:
+        check(spec)
+    except SpecError as err:
+        return err.faults
+    return []
+
+
+def _answer(path: str, spec: EnvSpec | None, faults: list[str]) -> dict[str, object]:
+    found: dict[str, object] = {"file": path, "valid": not faults, "faults": faults}
+    if spec is not None:
+        found |= {"name": spec.name, "warnings": _warnings(spec)}
+    if spec is not None and not faults:
+        found["spec_hash"] = spec_hash(spec)
+    return found
+
+
+def _warnings(spec: EnvSpec) -> list[str]:
+    """What stops nothing; also what this machine lacks where the spec may run on it."""
+    here = [kind for kind in backends_of(spec.target) if kind.is_here]
+    found = [f"on {kind.name}: {warning}" for kind in here for warning in kind.warnings(spec)]
+    return [*spec.warnings, *found]
+
+
+def _print(path: str, spec: EnvSpec | None, faults: list[str]) -> None:
+    for fault in faults:
+        click.echo(fault, err=True)
+    for warning in _warnings(spec) if spec is not None else ():
+        click.echo(f"warning: {warning}", err=True)
+    if spec is not None and not faults:
+        click.echo(f"{path}: {spec.name} is valid ({spec_hash(spec)[:12]})")

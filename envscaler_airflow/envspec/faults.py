@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from envscaler_airflow.envspec.literals import mask
+from envscaler_airflow.envspec.secret_forms import mask
 from envscaler_airflow.errors import SpecError
 
 MAX_FAULTS = 100

@@ -16,8 +16,8 @@ from envscaler_airflow.envspec.compose import Composition, Registry, gather, mer
 from envscaler_airflow.envspec.documents import Node, node_of
 from envscaler_airflow.envspec.faults import Faults
 from envscaler_airflow.envspec.gpus import MEMORY_GB, is_share, nearest
-from envscaler_airflow.envspec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.envspec.models import UNHASHED_FIELDS, EnvSpec
+from envscaler_airflow.envspec.secret_forms import has_secret_shape, has_userinfo
 from envscaler_airflow.envspec.secrets import check_secrets
 from envscaler_airflow.envspec.shortforms import normalise, split_commands
 from envscaler_airflow.envspec.templates import Names, check_scripts, render

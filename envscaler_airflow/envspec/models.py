@@ -27,10 +27,10 @@ from envscaler_airflow.envspec.fields import (
     Word,
     fault,
 )
-from envscaler_airflow.envspec.literals import is_secret_name
 from envscaler_airflow.envspec.quantities import memory_bytes
 from envscaler_airflow.envspec.resources import Model, NodeRange, Resources
 from envscaler_airflow.envspec.running import Checkpoint, Failure, Metrics, Scaling, Stall
+from envscaler_airflow.envspec.secret_forms import is_secret_name
 from envscaler_airflow.envspec.secrets import Reference, parse_reference
 
 AccessMode = Literal["ReadOnly", "ReadOnlyMany", "ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"]

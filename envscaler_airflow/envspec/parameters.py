@@ -17,12 +17,12 @@ from envscaler_airflow.envspec import patterns
 from envscaler_airflow.envspec.compose import Registry, gather, merge
 from envscaler_airflow.envspec.documents import Node
 from envscaler_airflow.envspec.faults import Faults
-from envscaler_airflow.envspec.literals import (
+from envscaler_airflow.envspec.quantities import cpu_cores, duration_s, memory_bytes
+from envscaler_airflow.envspec.secret_forms import (
     has_secret_shape,
     has_userinfo,
     is_secret_name,
 )
-from envscaler_airflow.envspec.quantities import cpu_cores, duration_s, memory_bytes
 from envscaler_airflow.envspec.secrets import REFERENCE_FORMS, check_secrets
 
 TYPES = ("integer", "number", "string", "boolean", "enum", "duration", "quantity")

@@ -10,7 +10,7 @@ from typing import Literal
 
 from envscaler_airflow.envspec.documents import Node
 from envscaler_airflow.envspec.faults import Faults
-from envscaler_airflow.envspec.literals import (
+from envscaler_airflow.envspec.secret_forms import (
     has_secret_shape,
     has_userinfo,
     is_literal,

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from envscaler_airflow.envspec.documents import MAX_DEPTH, Node, node_of
 from envscaler_airflow.envspec.faults import Faults
-from envscaler_airflow.envspec.literals import looks_secret
 from envscaler_airflow.envspec.models import RESOLVED_FIELDS, EnvSpec
+from envscaler_airflow.envspec.secret_forms import looks_secret
 from envscaler_airflow.errors import SpecError
 
 _FOREIGN = {

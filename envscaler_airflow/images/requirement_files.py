@@ -15,8 +15,8 @@ from packaging.markers import default_environment
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from envscaler_airflow.envspec.literals import has_secret_shape, has_userinfo
 from envscaler_airflow.envspec.models import EnvSpec, Runtime
+from envscaler_airflow.envspec.secret_forms import has_secret_shape, has_userinfo
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.artefacts import Artefact
 from envscaler_airflow.local_files import read_plain, real_path

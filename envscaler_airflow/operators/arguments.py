@@ -17,12 +17,12 @@ from airflow.sdk._shared.secrets_masker import redact
 from envscaler_airflow.backends import all_backends, backend_names
 from envscaler_airflow.backends.base import Backend, PreparesSpecs
 from envscaler_airflow.envspec import load_spec, spec_params
-from envscaler_airflow.envspec.literals import has_userinfo
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.quantities import duration_s
+from envscaler_airflow.envspec.secret_forms import has_userinfo
 from envscaler_airflow.envspec.secrets import REFERENCE_FORMS
 from envscaler_airflow.errors import EnvScalerError, SpecError
-from envscaler_airflow.hooks.secrets import resolve_secret
+from envscaler_airflow.hooks.connections import resolve_secret
 from envscaler_airflow.hooks.settings import StorePlace, store_place
 from envscaler_airflow.images.spec_registry import SpecRegistry
 from envscaler_airflow.operators.params import RESTART, RESTARTS

@@ -16,7 +16,7 @@ from typing import Any
 from golden.files import DATA, json_text, replaced
 
 from envscaler_agent.protocol import Control, Manifest, Status, control_name, status_name
-from envscaler_airflow.backends.kubernetes.manifests import (
+from envscaler_airflow.backends.kubernetes.job_manifest import (
     render_attempt as render_for_kubernetes,
 )
 from envscaler_airflow.backends.kubernetes.settings import Settings

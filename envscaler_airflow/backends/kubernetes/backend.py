@@ -31,6 +31,13 @@ from envscaler_airflow.backends.kubernetes.in_place import (
     status_of,
     unneeded,
 )
+from envscaler_airflow.backends.kubernetes.job_manifest import (
+    MAIN,
+    job_artefact,
+    render_attempt,
+    render_parts,
+    secret_object,
+)
 from envscaler_airflow.backends.kubernetes.job_reader import (
     gone,
     look_at,
@@ -45,13 +52,6 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     stop_asked,
 )
 from envscaler_airflow.backends.kubernetes.job_usage import came_late, usage_of
-from envscaler_airflow.backends.kubernetes.manifests import (
-    MAIN,
-    job_artefact,
-    render_attempt,
-    render_parts,
-    secret_object,
-)
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S, any_node
 from envscaler_airflow.backends.kubernetes.security import OF_STORE

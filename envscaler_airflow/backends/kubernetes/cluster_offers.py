@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envscaler_airflow.backends.kubernetes.manifests import (
+from envscaler_airflow.backends.kubernetes.job_manifest import (
     SIDECAR_CPUS,
     SIDECAR_MEMORY_BYTES,
 )

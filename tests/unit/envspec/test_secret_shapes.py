@@ -8,7 +8,7 @@ import pytest
 
 from envscaler_airflow.cli.specs import refuse_own_secrets
 from envscaler_airflow.envspec import load_spec
-from envscaler_airflow.envspec.literals import has_secret_shape, mask
+from envscaler_airflow.envspec.secret_forms import has_secret_shape, mask
 from envscaler_airflow.errors import SpecError
 
 MIXED = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0eF3hI6kL9nO2qR5tU8wX1zA4cD7fG0iJ3lM6oP9rS2uV5xY8"

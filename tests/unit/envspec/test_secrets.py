@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.envspec import load_spec
-from envscaler_airflow.envspec.literals import is_secret_name
+from envscaler_airflow.envspec.secret_forms import is_secret_name
 from envscaler_airflow.envspec.secrets import Reference, parse_reference
 from envscaler_airflow.errors import SpecError
 

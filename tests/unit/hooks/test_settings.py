@@ -15,7 +15,7 @@ from envscaler_airflow import get_provider_info
 from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.errors import CheckpointError, SpecError, StoreError
 from envscaler_airflow.hooks.checkpoint import CheckpointHook
-from envscaler_airflow.hooks.secrets import resolve_secret
+from envscaler_airflow.hooks.connections import resolve_secret
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import NewGeneration

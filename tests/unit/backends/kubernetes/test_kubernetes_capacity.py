@@ -15,7 +15,7 @@ from envscaler_airflow.backends.kubernetes.in_place import (
     is_removable,
     rescale_patch,
 )
-from envscaler_airflow.backends.kubernetes.manifests import render_attempt
+from envscaler_airflow.backends.kubernetes.job_manifest import render_attempt
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import Allocation, AllocationPart, Offer

@@ -13,7 +13,7 @@ from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.manifests import (
+from envscaler_airflow.backends.kubernetes.job_manifest import (
     escaped,
     merge_pod,
     render_attempt,

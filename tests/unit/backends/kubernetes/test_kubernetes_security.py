@@ -7,7 +7,7 @@ import pytest
 from fakes import attempts
 
 from envscaler_airflow.backends.base import StoreLogin
-from envscaler_airflow.backends.kubernetes.manifests import render_attempt
+from envscaler_airflow.backends.kubernetes.job_manifest import render_attempt
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer
