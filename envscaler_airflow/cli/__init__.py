@@ -12,15 +12,15 @@ import click
 from envscaler_airflow.cli.common import LazyGroup
 
 _PLACES = {
-    "validate": "validate:validate",
+    "validate": "specs:validate",
     "render": "render:render",
     "registry": "registry_commands:registry",
     "init": "registry_commands:init",
     "build": "images:build",
     "images": "images:images",
     "agent-wheel": "images:agent_wheel_command",
-    "dry-run": "validate:dry_run",
-    "schema": "validate:schema",
+    "dry-run": "specs:dry_run",
+    "schema": "specs:schema",
     "plan": "plan:plan_command",
     "offers": "catalog:offers_command",
     "catalog": "catalog:catalog",

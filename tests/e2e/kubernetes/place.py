@@ -175,7 +175,7 @@ class ClusterRun:
         stage = Stage(spec=spec, spec_source="test")
         owner = Owner(run=self.run, backend=place.backend, actor=actor, stage=stage)
         self._owner = ForegroundOwner(owner)
-        self._thread = threading.Thread(target=self._hold, daemon=True)
+        self._thread = threading.Thread(target=self._own, daemon=True)
 
     def start(self):
         """Own it from now on."""

@@ -30,6 +30,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks import states
 from envscaler_airflow.hooks.compute import open_backend
 from envscaler_airflow.operators import execution
+from envscaler_airflow.owner import limits, stop
 from envscaler_airflow.owner import reap as reap_module
 from envscaler_airflow.owner.foreground import ForegroundOwner
 from envscaler_airflow.triggers.scaling_checks import Checks
@@ -187,6 +188,8 @@ def test_a_shell_cancels_an_orphaned_run_on_it(shell, package, tmp_path, monkeyp
         once.setattr(ForegroundOwner, "_wait", dies)
         shell("submit", "--backend", "toy", "--config", "toy.yaml", "--name", "first")
     monkeypatch.setattr(ProcessId, "is_alive", lambda _process: False)
+    monkeypatch.setattr(limits, "GRACE_S", 0.0)  # nothing saves here
+    monkeypatch.setattr(stop, "OVERDUE_MARGIN_S", 0.0)
     stopped = shell("cancel", "first")
 
     assert "no owner watches it" in stopped.output
