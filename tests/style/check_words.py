@@ -1,7 +1,6 @@
 """Find phrases that plain English avoids, in docstrings, messages, comments and Markdown pages.
 
-``words.yaml`` lists the phrases with better wording. ``allowed.yaml`` lists how many findings a folder may
-have: lower its numbers as the prose is reworded, and never raise them.
+``words.yaml`` lists the phrases with better wording.
 """
 
 import ast
@@ -9,7 +8,6 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -107,40 +105,16 @@ def findings_of(path: str, source: str, frames: Sequence[Frame]) -> list[Finding
     return sorted(found, key=lambda finding: finding.line)
 
 
-def folder_of(path: str, allowed: Mapping[str, int]) -> str:
-    """Return the longest entry of ``allowed`` that is or contains the path; without one, the path."""
-    return max((e for e in allowed if f"{path}/".startswith(f"{e}/")), key=len, default=path)
-
-
-def verdict(found: Sequence[Finding], allowed: Mapping[str, int]) -> tuple[bool, list[str]]:
-    """Return whether no folder has more findings than allowed, and what to do where a number differs."""
-    counts = Counter(folder_of(each.path, allowed) for each in found)
-    over = [folder for folder, count in sorted(counts.items()) if count > allowed.get(folder, 0)]
-    lines = [f"{each}" for each in found if folder_of(each.path, allowed) in over]
-    lines += [
-        f"{f}: {counts[f]} findings, {allowed.get(f, 0)} are allowed: reword the new ones" for f in over
-    ]
-    under = [folder for folder, limit in sorted(allowed.items()) if counts[folder] < limit]
-    lines += [f"{f}: {counts[f]} findings; lower {allowed[f]} in tests/style/allowed.yaml" for f in under]
-    return not over, lines
-
-
-def main(arguments: Sequence[str]) -> int:
-    """List the findings of folders that have more than allowed; ``--all`` lists and counts every finding."""
+def main() -> int:
+    """List every finding; there may be none."""
     frames = [frame_of(entry) for entry in yaml.safe_load((HERE / "words.yaml").read_text())]
-    allowed: dict[str, int] = yaml.safe_load((HERE / "allowed.yaml").read_text())
     files = [*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.*")))]
     paths = [p.relative_to(ROOT).as_posix() for p in files if p.suffix in {".py", ".md"}]
     sources = {path: (ROOT / path).read_text() for path in paths if not path.startswith(RECORDED)}
     found = [finding for path, source in sources.items() for finding in findings_of(path, source, frames)]
-    good, lines = verdict(found, allowed)
-    if "--all" in arguments:
-        tally = Counter(e.frame.pattern.pattern for e in found), Counter(e.path.split("/")[0] for e in found)
-        counted = [f"{count:6} {name}" for counter in tally for name, count in counter.most_common()]
-        lines = [*map(str, found), *counted, *lines]
-    sys.stdout.write("\n".join([*lines, f"{len(found)} findings\n"]))
-    return 0 if good else 1
+    sys.stdout.write("\n".join([*map(str, found), f"{len(found)} findings\n"]))
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -55,14 +55,14 @@ def steadily(view: View, parts: Sequence[Part], read: Callable[[], AttemptStatus
     """
     shown, name = tuple(view.shown(part.name) for part in parts), parts[0].name
     key = (tuple(parts), shown)
-    before, told = view.told.get(name, (None, None))
+    before, result = view.results.get(name, (None, None))
     if before == key:
-        found: AttemptStatus = told
+        found: AttemptStatus = result
         return found
     status = read()
     is_leaving = any(pod.is_leaving for _, pods in shown for pod in pods)
     if not is_leaving and all(node.state == "running" and not node.detail for node in status.nodes):
-        view.told[name] = (key, status)
+        view.results[name] = (key, status)
     return status
 
 

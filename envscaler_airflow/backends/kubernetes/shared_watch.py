@@ -137,7 +137,7 @@ class View:
     Reading blocks only for the first list. The result is never older than :data:`STALE_S`.
 
     Attributes:
-        told: Results for a Job and the objects beside it, by its name; see :func:`.job_reader.steadily`.
+        results: Results for a Job and the objects beside it, by its name; see :func:`.job_reader.steadily`.
         lists, watches: How many were started.
     """
 
@@ -164,7 +164,7 @@ class View:
         self._listing = threading.Lock()
         self._warnings: dict[str, list[Json]] = {}
         self._warned_at: float | None = None
-        self.told: dict[str, tuple[Any, Any]] = {}
+        self.results: dict[str, tuple[Any, Any]] = {}
         self.lists = 0
         self.watches = 0
 
@@ -310,7 +310,7 @@ class View:
         """Forget the results for deleted Jobs."""
         if name == "jobs":
             left = self._tables["jobs"].items
-            self.told = {job: told for job, told in self.told.items() if job in left}
+            self.results = {job: result for job, result in self.results.items() if job in left}
 
     def _events(self, table: Table) -> Iterator[Json]:
         self.watches += 1

@@ -39,7 +39,7 @@ def test_what_runs_on_is_read_once_and_every_change_is_seen(cluster, connect, mo
     running(backend, handle)
     first = backend.observe(handle)
     view = backend._view("default")
-    eventually(lambda: backend.observe(handle) and view.told.get(handle.name), lambda told: told is not None)
+    eventually(lambda: backend.observe(handle) and view.results.get(handle.name), lambda got: got is not None)
     read.clear()
 
     assert [backend.observe(handle) for _ in range(5)] == [first] * 5
@@ -57,7 +57,7 @@ def test_what_runs_on_is_read_once_and_every_change_is_seen(cluster, connect, mo
     job = cluster.get(JOBS, handle.name)
     cluster.api.delete(JOBS, "default", handle.name, {"propagationPolicy": "Background"})
     eventually(lambda: view.shown(job["metadata"]["name"])[0], lambda kept: kept is None)
-    assert view.told == {}
+    assert view.results == {}
 
 
 def replace_uid(handle):
