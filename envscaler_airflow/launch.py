@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import PurePosixPath
 from typing import Any
 
 from envscaler_airflow.envspec.models import EnvSpec, Volume
@@ -55,6 +56,15 @@ class Paths:
     def uploaded(self) -> tuple[str, ...]:
         """What the sidecar uploads: outputs, then the checkpoint folder."""
         return (*self.outputs.values(), *([self.checkpoint] if self.checkpoint else []))
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Folders, outside every volume, of outputs and checkpoints; an output may be a file."""
+        mounts = [volume.mount_path for volume in self.volumes]
+        found = dict.fromkeys(str(PurePosixPath(path).parent) for path in self.uploaded)
+        return tuple(
+            path for path in found if path != "/" and not any(map(PurePosixPath(path).is_relative_to, mounts))
+        )
 
     def env(self, local: Callable[[str], str] = str) -> dict[str, str]:
         """``ENVSCALER_OUTPUT_MY_MODEL`` and the like; *local* returns where a path of the spec is.

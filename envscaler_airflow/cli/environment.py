@@ -303,11 +303,8 @@ def _volume_mounts(paths: Paths, context: SidecarContext) -> list[tuple[str, str
 
 def _kept_folders(paths: Paths, folder: Path) -> list[tuple[str, str, bool]]:
     """A folder here for each folder that outputs or checkpoints are written to."""
-    mounted = {volume.mount_path for volume in paths.volumes}
     found = []
-    for path in dict.fromkeys(str(PurePosixPath(path).parent) for path in paths.uploaded):
-        if path == "/" or any(PurePosixPath(path).is_relative_to(mount) for mount in mounted):
-            continue
+    for path in paths.written:
         place = folder / path.strip("/").replace("/", "_")
         place.mkdir(parents=True, exist_ok=True)
         place.chmod(0o777)  # the image's user is another than ours

@@ -220,6 +220,7 @@ def recorded_run(run: str, *, policy_name: str | None, as_json: bool, store: Sto
     from envscaler_airflow.simulate.reports import replay_run  # noqa: PLC0415  # only here
 
     found = find_run(store, run)
+    found.events.load()  # refuses a run of another schema
     checks = [check for check, _ in read_decisions(found)]
     if not checks:
         raise SpecError(

@@ -109,7 +109,7 @@ def _host_path(volume: Volume) -> str:
 
 
 def _folders(paths: Paths) -> list[str]:
-    return list(dict.fromkeys([*map(_host_path, paths.volumes), *paths.uploaded]))
+    return list(dict.fromkeys([*map(_host_path, paths.volumes), *paths.written]))
 
 
 def _mounts(volumes: Iterable[Volume]) -> list[list[str]]:
@@ -232,8 +232,7 @@ def _container_script(launch: Launch, image: str, nodes: int) -> str:
     for volume in paths.volumes:
         mode = ":ro" if volume.is_read_only else ""
         options.append(f"--volume={_host_path(volume)}:{volume.mount_path}{mode}")
-    mounted = {volume.mount_path for volume in paths.volumes}
-    options += [f"--volume={path}:{path}" for path in paths.outputs.values() if path not in mounted]
+    options += [f"--volume={path}:{path}" for path in paths.written]
     if nodes > 1 or launch.max_nodes is not None:
         options += ["--env=ENVSCALER_NODE", "--env=ENVSCALER_RENDEZVOUS"]
     if not launch.command:

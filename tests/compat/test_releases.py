@@ -142,7 +142,7 @@ def files_of(folder):
 
 @pytest.mark.parametrize(
     "command",
-    [["status"], ["report"], ["logs"], ["explain"], ["cancel"]],
+    [["status"], ["report"], ["logs"], ["explain"], ["cancel"], ["simulate", "run"]],
 )
 def test_the_shell_refuses_the_first_schema_by_name(old, command):
     """It shows and stops nothing."""

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import attempts
 import pytest
-from fakes import attempts
 
 from envscaler_airflow.backends.base import Backend, CountsFree
 from envscaler_airflow.backends.kubernetes import KubernetesBackend

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import attempts
 import psutil
-from fakes import attempts
 
 from envscaler_agent.protocol import Control, Manifest, control_name
 from envscaler_airflow.backends.local import LocalBackend

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 
+import attempts
 import boto3
 import pytest
 from airflow.sdk import Connection
 from botocore import UNSIGNED
-from fakes import attempts
 from fakes.operator_world import Ti, operator_world
 from moto.server import ThreadedMotoServer
 

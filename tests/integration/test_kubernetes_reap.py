@@ -10,6 +10,7 @@ import pytest
 from fakes.kubernetes import JOBS, PODS, Cluster, Program
 from integration.kubernetes.rig import eventually, running
 
+from envscaler_agent.protocol import SCHEMA
 from envscaler_airflow import ReapOperator
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import KubernetesBackend
@@ -45,7 +46,9 @@ class World:
         """Start an attempt of the run *key*; the name of its Job."""
         log, owner = Run(self.store, key).events, Actor("ti-1", 1, 3)
         self.store.write(f"{key.prefix}/spec-h.json", json.dumps(SPEC).encode())
-        self.store.write(f"{key.prefix}/run.json", json.dumps({"key": key.to_dict()}).encode())
+        self.store.write(
+            f"{key.prefix}/run.json", json.dumps({"schema": SCHEMA, "key": key.to_dict()}).encode()
+        )
         request = AttemptRequest(self.store.url, key.prefix, "dag.train", 1, 1, ALLOCATION)
         handle = self.backend.submit(request)
         running(self.backend, handle)  # the Job recreates a pod that is deleted before it runs

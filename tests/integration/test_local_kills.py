@@ -11,9 +11,9 @@ import textwrap
 import time
 from pathlib import Path
 
+import attempts
 import psutil
 import pytest
-from fakes import attempts
 
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.node_plan import Programs

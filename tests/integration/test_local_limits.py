@@ -4,8 +4,8 @@ import sys
 import time
 from pathlib import Path
 
+import attempts
 import pytest
-from fakes import attempts
 
 from envscaler_airflow.backends.local import LocalBackend, files
 from envscaler_airflow.backends.local.node_plan import Programs

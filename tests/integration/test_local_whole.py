@@ -7,8 +7,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import attempts
 import pytest
-from fakes import attempts
 
 from envscaler_agent.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.backends.local import LocalBackend

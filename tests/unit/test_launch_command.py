@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import attempts
 import pytest
-from fakes import attempts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -206,12 +206,12 @@ def test_nonsense_in_the_layout_is_an_error_of_the_protocol(tmp_path, body):
 @pytest.mark.parametrize(
     ("field", "modules"),
     [
-        ("storage_class", {"envspec/models.py", "envspec/schema.py", "backends/kubernetes/mounts.py"}),
+        ("storage_class", {"envspec/models.py", "backends/kubernetes/mounts.py"}),
         ("stall_factor", {"launch.py", "spool.py", "wrapper.py"}),
     ],
 )
-def test_a_field_that_reaches_the_training_is_named_in_three_modules(field, modules):
-    """The model (with an example for the docs), the launch where it does not carry the part, and the reader.
+def test_a_field_that_reaches_the_training_is_named_in_three_modules_at_most(field, modules):
+    """The model, the launch where it does not carry the part, and the reader; the docs' example is data.
 
     A field of ``resources``, ``volumes`` or ``env`` is in the launch without a change there.
     """

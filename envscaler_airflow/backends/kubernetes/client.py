@@ -84,18 +84,22 @@ class Answer:
     server_time: float | None
 
 
+def _package(module: str) -> Any:
+    try:
+        return import_module(f"kubernetes.{module}")
+    except ImportError as err:
+        raise SpecError(
+            f"compute 'kubernetes' needs the extra: install envscaler-airflow[kubernetes] ({err})"
+        ) from err
+
+
 def connect(*, context: str | None = None, kubeconfig: str | None = None, in_cluster: bool = False) -> Any:
     """An ``ApiClient`` of the official package from a kubeconfig, or with the pod's identity.
 
     Raises:
         SpecError: The package is not installed, or there is no such file or context.
     """
-    try:
-        client, config = import_module("kubernetes.client"), import_module("kubernetes.config")
-    except ImportError as err:
-        raise SpecError(
-            f"compute 'kubernetes' needs the extra: install envscaler-airflow[kubernetes] ({err})"
-        ) from err
+    client, config = _package("client"), _package("config")
     try:
         if in_cluster:
             configuration = client.Configuration()
@@ -116,7 +120,7 @@ def located(*, context: str | None, kubeconfig: str | None, in_cluster: bool) ->
     """Arguments of :func:`connect` for the same cluster from another folder, and at a later time."""
     if in_cluster:
         return {"in_cluster": True}
-    config = import_module("kubernetes.config")
+    config = _package("config")
     place = kubeconfig or os.environ.get("KUBECONFIG") or config.KUBE_CONFIG_DEFAULT_LOCATION
     paths = os.pathsep.join(str(Path(path).expanduser().absolute()) for path in place.split(os.pathsep))
     if context is None:

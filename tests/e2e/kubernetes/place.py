@@ -6,9 +6,9 @@ import time
 import uuid
 from pathlib import Path
 
+import attempts
 import pytest
 import yaml
-from fakes import attempts
 
 from envscaler_agent.protocol import Control
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names

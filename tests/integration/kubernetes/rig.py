@@ -2,7 +2,7 @@
 
 import time
 
-from fakes import attempts
+import attempts
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.envspec import EnvSpec

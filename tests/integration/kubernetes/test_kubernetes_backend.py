@@ -203,7 +203,7 @@ def test_what_no_node_could_ever_hold_is_refused(connect):
     for asked in ({"cpu": "4000"}, {"memory": "900Ti"}):
         spec = {"resources": {"requests": asked}}
         offer = replace(OFFER, vcpus=9999.0, memory_gib=1e6)
-        with pytest.raises(NoOfferError, match="has room for 0"):
+        with pytest.raises(NoOfferError, match="has capacity for 0"):
             connect().submit(request_for(spec=spec, allocation=Allocation(offer)))
 
 

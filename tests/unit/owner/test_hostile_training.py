@@ -91,7 +91,7 @@ def test_an_exit_code_that_no_process_has_is_unknown_and_the_end_is_recorded(wor
     owner = world.owner()
     owner.enter()
     ended = '"ended":{"exit_code":4611686018427387904,"signal":-5,"reason":"failed","detail":"d"}'
-    write_status(world, f'{{"schema":"1.0","sequence":1,"phase":"ended",{ended}}}'.encode())
+    write_status(world, f'{{"schema":"2.0","sequence":1,"phase":"ended",{ended}}}'.encode())
     world.backend.end(world.handle, exit_code=1, reason="failed")
 
     with pytest.raises(RunFailedError):

@@ -65,7 +65,7 @@ def test_sums_of_what_nodes_report_always_fit_into_the_event_of_the_end(world):
 
     assert isinstance(owner.resume(Wake("status")), Delivered)
     end = world.state.attempts[0].end
-    assert (end.earlier_s, end.repeated_steps) == (1e15, 10**15)
+    assert (end.earlier_pods_s, end.repeated_steps) == (1e15, 10**15)
 
 
 def test_the_bill_counts_steps_that_were_made_twice(world):

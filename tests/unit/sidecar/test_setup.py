@@ -1,7 +1,7 @@
 """What setup lays out before the start, and what it reports when it fails."""
 
+import attempts
 import pytest
-from fakes import attempts
 
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.sidecar.context import WorkInterruptedError

@@ -1,7 +1,7 @@
 """Unit tests of capacity on a cluster: what fits at all, what fits now, and how many pods a Job may have."""
 
+import attempts
 import pytest
-from fakes import attempts
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.cluster_offers import (
@@ -66,7 +66,7 @@ def test_more_than_all_nodes_can_never_be_had():
 
     assert shortfall(whole, AllocationPart(four, 2), nodes, Settings()) is None
     assert shortfall(whole, AllocationPart(four, 3), nodes, Settings()) == (
-        "cpu: 3 pods of 4.1 CPUs and 1.25 GiB asked; the cluster has room for 2"
+        "cpu: 3 pods of 4.1 CPUs and 1.25 GiB asked; the cluster has capacity for 2"
     )
     assert shortfall(small, AllocationPart(four, 54), nodes, Settings()) is None
     assert shortfall(small, AllocationPart(four, 55), nodes, Settings()) is not None

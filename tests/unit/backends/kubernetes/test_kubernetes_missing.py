@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
+from envscaler_airflow.backends.kubernetes import client
 from envscaler_airflow.backends.kubernetes.missing import missing_on_cluster
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.errors import BackendError
+from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.images.programs import Output
 
 
@@ -139,3 +141,11 @@ def test_a_secret_that_may_not_be_read_is_unknown_and_not_absent():
 
     with pytest.raises(BackendError, match="Forbidden"):
         missing_on_cluster(spec, kubectl=ask)
+
+
+def test_without_the_package_a_shell_names_the_extra(monkeypatch):
+    """Also where the cluster's address is recorded before it is asked: one sentence, and no traceback."""
+    monkeypatch.setitem(sys.modules, "kubernetes.config", None)
+
+    with pytest.raises(SpecError, match=r"install envscaler-airflow\[kubernetes\]"):
+        client.located(context=None, kubeconfig=None, in_cluster=False)

@@ -2,7 +2,7 @@
 
 import re
 
-from fakes import attempts
+import attempts
 from hypothesis import given
 from hypothesis import strategies as st
 

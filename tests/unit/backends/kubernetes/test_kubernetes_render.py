@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import attempts
 import pytest
 import yaml
-from fakes import attempts
 from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 

@@ -3,8 +3,8 @@
 import json
 import os
 
+import attempts
 import pytest
-from fakes import attempts
 
 from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.kubernetes.job_manifest import render_attempt

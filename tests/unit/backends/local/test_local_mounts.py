@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attempts
 import pytest
 from click.testing import CliRunner
-from fakes import attempts
 
 from envscaler_airflow.backends.local import mount_main, volumes
 from envscaler_airflow.backends.local.volumes import mount_faults, mount_warnings, mounted_paths, no_mounts

@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import PurePosixPath
 
+import attempts
 import pytest
-from fakes import attempts
 
 from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.local import mount_main

@@ -1,7 +1,7 @@
 """Volumes on this machine: an unavailable one is reported before anything starts."""
 
+import attempts
 import pytest
-from fakes import attempts
 
 from envscaler_airflow.backends.local import LocalBackend
 from envscaler_airflow.backends.local.machine import Machine
