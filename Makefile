@@ -32,7 +32,7 @@ $(FRAMEWORKS)/.ready: dags/examples/frameworks/requirements.txt
 	touch $@
 
 # The files that take longest, which build images, come first: else a worker begins one when the others are done.
-test: venv  ## Run everything that needs no Airflow services (10 to 23 minutes on 2 cores).
+test: venv  ## Run everything that needs no Airflow services (16 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		tests/integration tests/contract tests/compat tests/golden tests/unit $(ARGS)
 
@@ -40,7 +40,7 @@ test-frameworks: venv frameworks-venv  ## Run trainings of seven libraries, lost
 	PYTHONPATH=$(CURDIR):$(CURDIR)/agent $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_plain_savers.py tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
-e2e: venv  ## Run the rest against a real Airflow (25 minutes on 2 cores).
+e2e: venv  ## Run the rest against a real Airflow (12 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $$(($(AIRFLOWS) + 1)) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
