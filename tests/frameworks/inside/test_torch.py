@@ -158,7 +158,7 @@ def test_sizes_that_cannot_be_are_refused(options, words):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"seed": 4}, "seed 3, this one 4"), ({"global_batch": 16}, "no multiple of 16")],
+    [({"seed": 4}, "seed 3, this one 4"), ({"global_batch": 16}, "not a multiple of 16")],
 )
 def test_a_place_in_another_order_is_refused(options, words):
     """A seed or a batch size that changed in between would repeat and drop samples."""
