@@ -59,12 +59,14 @@ class Paths:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Folders, outside every volume, of outputs and checkpoints; an output may be a file."""
+        """Folders, outside every volume, of outputs and checkpoints; an output may be a file.
+
+        One directly below ``/`` is taken for a folder, since ``/`` cannot be mounted.
+        """
         mounts = [volume.mount_path for volume in self.volumes]
-        found = dict.fromkeys(str(PurePosixPath(path).parent) for path in self.uploaded)
-        return tuple(
-            path for path in found if path != "/" and not any(map(PurePosixPath(path).is_relative_to, mounts))
-        )
+        paths = [PurePosixPath(path) for path in self.uploaded if path.startswith("/")]
+        outside = [path for path in paths if not any(map(path.is_relative_to, mounts))]
+        return tuple(dict.fromkeys(str(path if len(path.parts) == 2 else path.parent) for path in outside))
 
     def env(self, local: Callable[[str], str] = str) -> dict[str, str]:
         """``ENVSCALER_OUTPUT_MY_MODEL`` and the like; *local* returns where a path of the spec is.

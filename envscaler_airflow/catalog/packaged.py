@@ -169,7 +169,7 @@ def job(name: str) -> Job:
     """One of :func:`jobs`.
 
     Raises:
-        SpecError: There is no job of that name; lists the names.
+        SpecError: No job has that name; lists the names.
     """
     found = jobs().get(name)
     if found is None:

@@ -56,7 +56,7 @@ def read_tables(path: Path, *, published: Published | None = None, label: str = 
         label: Label shown with each plan that uses the table.
 
     Raises:
-        SpecError: There is no table, or a table cannot be read; names the column or line.
+        SpecError: A table is missing or cannot be read; names the column or line.
     """
     reader = _Reader(published)
     for file in _files(path):

@@ -224,7 +224,7 @@ def _not_started(owned: OwnedRun, state: RunState, live: AttemptState, err: EnvS
 def fence_older(store: Store, control: Control, *, generation: int, attempt: int) -> None:
     """Stop every older attempt from publishing or deleting anything, from its next read of the control on.
 
-    Written only if there is no control yet: an earlier stop or list takes precedence.
+    Written only if no control exists yet: an earlier stop or list takes precedence.
 
     Raises:
         StoreError: The store does not answer.

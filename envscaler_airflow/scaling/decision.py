@@ -198,7 +198,7 @@ class StartFacts:
         start_s: Duration of a start in seconds.
         deadline_left_s: Seconds to the deadline, below 0 when it has passed; None: there is none.
         offers: Requests the backend's offers; raises a BackendError.
-        present: Reads what the present table was built for; None: there is no table.
+        present: Reads what the present table was built for; None: no table exists.
         earlier: Reads the checks of earlier runs of the stage, each with its run's name, newest run first.
     """
 

@@ -334,7 +334,7 @@ def job_of(
 
 
 def prepare(policy: Policy, facts: StartFacts) -> Prepared:
-    """The table of the deadline, unless the present one serves or there is no deadline."""
+    """The table of the deadline, unless the present one serves or the stage has no deadline."""
     left_s = facts.deadline_left_s
     if left_s is None:
         return Prepared()

@@ -368,8 +368,8 @@ def test_a_leave_now_waits_a_grace_for_the_snapshot():
     [
         (DRAIN, "drained"),
         (STOP, "stopped"),
-        (Ask("drain", at=0, reason="orphaned: nobody owns it"), "orphaned"),
-        (Ask("stop", at=0, reason="orphaned: nobody owns it"), "orphaned"),
+        (Ask("drain", at=0, reason="orphaned: no process owns it"), "orphaned"),
+        (Ask("stop", at=0, reason="orphaned: no process owns it"), "orphaned"),
         (Ask("stop", at=0, reason="SIGTERM", was_draining=True), "drained"),
     ],
 )

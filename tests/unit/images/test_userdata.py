@@ -5,6 +5,7 @@ import yaml
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.userdata import render_vm
+from envscaler_airflow.launch import Paths
 
 SPEC = {
     "version": "v1",
@@ -12,7 +13,7 @@ SPEC = {
     "base": {"image": "registry.example.com/stage:1"},
     "entrypoint": ["python", "main.py"],
     "outputs": {"table": "/output/table.csv", "log": "/output/log.txt"},
-    "checkpoint": {"path": "/work/checkpoints"},
+    "checkpoint": {"path": "/state/checkpoints"},
 }
 
 
@@ -23,6 +24,17 @@ def test_an_output_may_be_a_file():
     script = "".join(entry["content"] for entry in body["write_files"])
 
     made = [command[-1] for command in body["runcmd"] if command[0] == "mkdir"]
-    assert made == ["/output", "/work"]
-    assert "--volume=/output:/output --volume=/work:/work" in script
+    assert made == ["/output", "/state"]
+    assert "--volume=/output:/output --volume=/state:/state" in script
     assert "table.csv:" not in script
+
+
+def test_an_output_below_the_root_is_a_folder_of_its_own():
+    """The root itself cannot be mounted; what a volume has needs no folder."""
+    volume = {"name": "kept", "source": "s3://bucket/kept", "mount_path": "/kept"}
+    outputs = {"model": "/model", "kept": "/kept", "part": "/kept/part"}
+    spec = {key: SPEC[key] for key in ("version", "name", "base", "entrypoint")}
+
+    paths = Paths.of(EnvSpec.from_dict({**spec, "outputs": outputs, "volumes": [volume]}))
+
+    assert paths.written == ("/model",)
