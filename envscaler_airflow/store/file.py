@@ -231,10 +231,11 @@ class FileStore(DatedStore):
                 os.close(descriptor)
 
     def _open_root(self, *, make: bool) -> int:
+        seen = self._inode  # read first: another thread may make the folder meanwhile
         try:
             descriptor = os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)
         except FileNotFoundError:
-            if not make or self._must_exist or self._inode is not None:
+            if not make or self._must_exist or seen is not None:
                 # An unmounted folder must not look like a store without runs.
                 raise StoreError(
                     f"store folder {self.root} does not exist: nothing was written yet, or it is not mounted "

@@ -123,6 +123,27 @@ def test_a_folder_that_is_not_there_is_not_an_empty_store(tmp_path):
     assert not (tmp_path / "unmounted").exists()
 
 
+def test_two_first_writers_make_the_folder_together(tmp_path, monkeypatch):
+    """One finds no folder; before it looks at what this store has seen, the other has made and used it."""
+    store = FileStore(tmp_path / "new")
+    others = [lambda: store.write("b", b"2")]
+    really = os.open
+
+    def open_late(path, *arguments, **options):
+        try:
+            return really(path, *arguments, **options)
+        except FileNotFoundError:
+            if path == store.root and others:
+                others.pop()()
+            raise
+
+    monkeypatch.setattr(module.os, "open", open_late)
+    store.write("a", b"1")
+
+    assert not others
+    assert (store.read("a"), store.read("b")) == (b"1", b"2")
+
+
 def test_what_a_killed_writer_left_is_not_seen(store):
     """A temporary file is not listed, does not keep its folder in listings, and cannot be named."""
     temporary = f".{'0' * 32}.tmp"
