@@ -1,0 +1,277 @@
+"""Actors, clocks and faults of one simulated world: all of it follows from one seed.
+
+Each actor is a greenlet that runs the project's own synchronous code. It gives up control where it sleeps
+and at each effect (:meth:`World.point`), so that every interleaving can occur; idle time is skipped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import greenlet
+
+EPOCH = 1_800_000_000.0
+"""True time at which a world begins, seconds since the epoch. Chosen."""
+SWITCH = 0.15
+"""Share of effects between which another actor may run. Chosen: most code runs on, as on a real machine."""
+PAUSE_S = (600.0, 5400.0)
+"""How long a paused process stands still, seconds. Chosen: longer than every age that the protocol knows."""
+
+
+class Crash(BaseException):
+    """The actor's process or machine is gone; raised at every effect that it still tries."""
+
+
+class Violation(AssertionError):  # noqa: N818  (the field's word)
+    """An invariant does not hold."""
+
+
+@dataclass
+class Machine:
+    """A machine with clocks of its own.
+
+    Attributes:
+        name: For the timeline.
+        skew_s: What its wall clock is ahead of the true time, seconds.
+        booted_at: True time of its boot, seconds since the epoch; its monotonic clock begins there.
+    """
+
+    name: str
+    skew_s: float = 0.0
+    booted_at: float = EPOCH - 1000.0
+
+
+@dataclass(eq=False)
+class Actor:
+    """One process or thread.
+
+    Attributes:
+        name: For the timeline, unique.
+        kind: What crashes are counted and chosen by, such as ``worker``.
+        machine: Where it runs.
+        dies_with: Actors that end when this one is killed, such as threads of its process.
+    """
+
+    name: str
+    kind: str
+    machine: Machine
+    dies_with: list[Actor] = field(default_factory=list)
+    is_dead: bool = False
+    is_done: bool = False
+    _glet: Any = None
+
+    @property
+    def is_alive(self) -> bool:
+        """True until its code has returned or it was killed."""
+        return not (self.is_dead or self.is_done)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the timeline: when (true time), who, what."""
+
+    at: float
+    who: str
+    what: str
+
+    def __str__(self) -> str:
+        """Show it with the seconds since the world's beginning."""
+        return f"{self.at - EPOCH:10.2f}  {self.who:24}  {self.what}"
+
+
+class World:
+    """Everything that one seed decides.
+
+    Attributes:
+        seed: The seed.
+        now: The true time, seconds since the epoch. No actor can read it.
+        lines: The timeline.
+        after_step: Invariants: called after each step of an actor; they raise :class:`Violation`.
+        rates: Chance of each kind of fault, by name; a missing one never occurs.
+        muted: Faults, as ``kind#number``, that do not occur in this run: shrinking sets them.
+        struck: Faults that occurred, in order.
+        counts: How often what occurred, for statistics.
+    """
+
+    def __init__(
+        self, seed: int, *, rates: dict[str, float] | None = None, muted: frozenset[str] = frozenset()
+    ) -> None:
+        """Begin with an empty world."""
+        self.seed = seed
+        self.now = EPOCH
+        self.lines: list[Line] = []
+        self.after_step: list[Callable[[], None]] = []
+        self.rates = dict(rates or {})
+        self.muted = muted
+        self.struck: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.current: Actor | None = None
+        self._streams: dict[str, random.Random] = {}
+        self._drawn: Counter[str] = Counter()
+        self._queue: list[tuple[float, int, Actor]] = []
+        self._order = itertools.count()
+        self._names: Counter[str] = Counter()
+        self._faults_end = float("inf")
+
+    # What a seed decides
+
+    def stream(self, name: str) -> random.Random:
+        """Random numbers of one purpose: muting a fault leaves those of the others as they are."""
+        if name not in self._streams:
+            self._streams[name] = random.Random(f"{self.seed}/{name}")
+        return self._streams[name]
+
+    def strikes(self, kind: str, detail: str = "") -> bool:
+        """True if a fault of this kind occurs now, with the chance in ``rates``; notes it."""
+        rate = self.rates.get(kind, 0.0)
+        if not rate or self.now >= self._faults_end or self.stream(f"fault {kind}").random() >= rate:
+            return False
+        self._drawn[kind] += 1
+        name = f"{kind}#{self._drawn[kind]}"
+        if name in self.muted:
+            return False
+        self.struck.append(name)
+        self.counts[f"fault {kind}"] += 1
+        self.note(f"FAULT {name} {detail}".rstrip())
+        return True
+
+    def end_faults(self) -> None:
+        """From now on no fault occurs: what was accepted must end."""
+        self._faults_end = self.now
+        self.note("no fault occurs from here on", who="world")
+
+    def note(self, what: str, *, who: str | None = None) -> None:
+        """Add a line to the timeline."""
+        actor = self.current.name if self.current is not None else "world"
+        self.lines.append(Line(self.now, who or actor, what))
+
+    # Actors
+
+    def spawn(
+        self, kind: str, call: Callable[[], object], *, machine: Machine, after_s: float = 0.0, name: str = ""
+    ) -> Actor:
+        """Start an actor after *after_s* seconds; what *call* raises ends the world."""
+        base = name or kind
+        self._names[base] += 1
+        actor = Actor(f"{base}-{self._names[base]}" if self._names[base] > 1 else base, kind, machine)
+
+        def body() -> None:
+            try:
+                call()
+            except Crash:
+                pass
+            finally:
+                actor.is_done = True
+
+        actor._glet = greenlet.greenlet(body)
+        self._push(self.now + after_s, actor)
+        return actor
+
+    def kill(self, actor: Actor, why: str) -> None:
+        """Crash an actor: it gets no further; from inside itself this raises at once."""
+        if not actor.is_alive:
+            return
+        actor.is_dead = True
+        self.note(f"killed: {why}", who=actor.name)
+        self.counts[f"kill {actor.kind}"] += 1
+        for other in actor.dies_with:
+            self.kill(other, f"with {actor.name}")
+        if actor is self.current:
+            raise Crash
+
+    def sleep(self, seconds: float) -> None:
+        """Let the current actor sleep; others run meanwhile."""
+        self._give_up(max(0.0, float(seconds)))
+
+    def point(self, what: str) -> None:
+        """An effect of the current actor comes now: others may run first, the actor may crash or pause."""
+        actor = self.current
+        if actor is None:
+            return
+        if actor.is_dead:
+            raise Crash
+        self.counts["points"] += 1
+        if self.strikes(f"crash-{actor.kind}", f"before {what}"):
+            self.kill(actor, f"before {what}")
+        if self.strikes(f"pause-{actor.kind}", f"before {what}"):
+            self._give_up(self.stream("pause").uniform(*PAUSE_S))
+        elif (chance := self.stream("switch").random()) < SWITCH:
+            self._give_up(chance / SWITCH * self.stream("switch").choice((0.0, 0.1, 1.0, 5.0)))
+
+    def wait(self, is_so: Callable[[], bool], *, every_s: float, most_s: float = float("inf")) -> bool:
+        """Let the current actor poll until *is_so*; False once *most_s* have passed."""
+        until = self.now + most_s
+        while not is_so():
+            if self.now >= until:
+                return False
+            self.sleep(every_s)
+        return True
+
+    def _give_up(self, seconds: float) -> None:
+        actor = self.current
+        if actor is None:
+            raise RuntimeError("only an actor can wait")
+        if actor.is_dead:
+            raise Crash
+        self._push(self.now + seconds, actor)
+        greenlet.getcurrent().parent.switch()
+        if actor.is_dead:
+            raise Crash
+
+    def _push(self, at: float, actor: Actor) -> None:
+        heapq.heappush(self._queue, (at, next(self._order), actor))
+
+    def run(self, *, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Run every actor in turn until *is_over*, the true time *until*, or the end of all of them."""
+        while self._queue and not is_over():
+            at, _, actor = self._queue[0]
+            if at > until:
+                break
+            heapq.heappop(self._queue)
+            self.now = max(self.now, at)
+            self._step(actor)
+        self.now = max(self.now, until) if not is_over() else self.now
+
+    def _step(self, actor: Actor) -> None:
+        if actor.is_done or (actor.is_dead and not actor._glet):
+            return  # killed before it began
+        self.current = actor
+        try:
+            actor._glet.switch()
+        finally:
+            self.current = None
+        self.counts["steps"] += 1
+        for check in self.after_step:
+            check()
+
+    def close(self) -> None:
+        """End every actor without a trace, so that no greenlet outlives the world."""
+        for _, _, actor in self._queue:
+            actor.is_dead = True
+        for _, _, actor in self._queue:
+            if actor._glet and not actor.is_done:
+                self.current = actor
+                actor._glet.switch()
+        self._queue.clear()
+        self.current = None
+
+
+# The clocks of the machine that the current actor runs on
+
+
+def wall(world: World) -> float:
+    """What ``time.time`` says on the current actor's machine."""
+    machine = world.current.machine if world.current else None
+    return world.now + (machine.skew_s if machine else 0.0)
+
+
+def monotonic(world: World) -> float:
+    """What ``time.monotonic`` says on the current actor's machine."""
+    machine = world.current.machine if world.current else None
+    return world.now - (machine.booted_at if machine else EPOCH - 1000.0)
