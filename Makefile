@@ -9,7 +9,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks-venv test test-frameworks e2e test-kubernetes demo docs lint words types contracts format bench wheel clean
+.PHONY: help venv frameworks-venv test test-frameworks e2e test-kubernetes demo docs simulate lint words types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -45,6 +45,11 @@ e2e: venv  ## Run the rest against a real Airflow (12 minutes on 2 cores).
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
 	$(BIN)/python -m pytest tests/e2e/kubernetes $(ARGS)
+
+# A failing seed: make simulate REPLAY=17, with SHRINK=1 for the fewest faults that still break it.
+simulate: venv  ## Run the protocol in a simulated world: SEEDS=1000 FROM=1, FRESH=1, CORPUS=1, REPLAY=seed.
+	$(BIN)/python -m tests.simulation $(if $(REPLAY),--replay $(REPLAY)) $(if $(CORPUS),--corpus) $(if $(FRESH),--fresh) \
+		--seeds $(or $(SEEDS),100) --from $(or $(FROM),1) $(if $(SHRINK),--shrink) $(ARGS)
 
 demo: venv  ## Retrain a text classifier on a real Airflow; SERVE=1 keeps the UI up, BACKEND=kubernetes takes pods.
 	@$(BIN)/envscaler demo $(if $(SERVE),--serve) $(if $(BACKEND),--backend $(BACKEND))

@@ -1,0 +1,92 @@
+"""Which pairs of event, state and writer the seeds have reached, of all that are possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from envscaler_airflow.run import Event, RunState
+
+PREFIX = "pair "
+_ACTIVE = ("between", "intended", "started", "changing", "stopping")
+_OVER = ("succeeded", "delivered", "accepted", "failed", "stopped")
+_BEGUN = (*_ACTIVE, *_OVER)
+_LATER = ("between", "intended", "started", "stopping", "succeeded", "failed", "stopped")
+"""States in which an earlier attempt may still be released."""
+POSSIBLE: Mapping[str, tuple[str, ...]] = {
+    "generation": ("none", *_BEGUN),
+    "owner": _BEGUN,
+    "attempt-intended": ("between",),
+    "attempt-started": ("intended", "stopping"),
+    "attempt-stopping": ("intended", "started", "changing"),
+    "attempt-ended": ("intended", "started", "changing", "stopping"),
+    "release-failed": _LATER,
+    "attempt-released": _LATER,
+    "move-requested": _BEGUN,
+    "stop-requested": _BEGUN,
+    "move-accepted": ("started",),
+    "move-refused": ("between", "started", "changing", "stopping"),
+    "move-deferred": ("started",),
+    "change-intended": ("started",),
+    "changed": ("changing",),
+    "change-undone": ("changing",),
+    "succeeded": ("between",),
+    "failed": ("between",),
+    "stopped": ("between",),
+    "delivered": ("succeeded", "delivered", "accepted"),
+    "accepted": ("delivered",),
+}
+"""States in which each event may be written. Source: ``run.steps`` and the table "at execute"."""
+WRITERS: Mapping[str, tuple[str, ...]] = {
+    "move-requested": ("person", "sensor"),
+    "stop-requested": ("person", "trigger"),
+}
+"""Who writes an event that is not the owner's."""
+UNREACHED: Mapping[str, str] = {}
+"""Pairs that no seed reaches, each with the reason."""
+
+
+def state_of(state: RunState) -> str:
+    """Name of the state that decides what may follow."""
+    if state.generation == 0:
+        return "none"
+    if state.status == "succeeded":
+        return "accepted" if state.accepted else "delivered" if state.delivered else "succeeded"
+    if state.status in ("failed", "stopped"):
+        return state.status
+    if state.live is None:
+        return "between"
+    return "changing" if state.live.change is not None and state.live.phase == "started" else state.live.phase
+
+
+def pair_of(event: Event, before: RunState, writer: str) -> str:
+    """Key of what happened, for ``World.counts``; *writer* is the kind of the actor that wrote it."""
+    who = writer if event.type in WRITERS else "owner"
+    return f"{PREFIX}{event.type} {state_of(before)} {who}"
+
+
+def possible() -> list[str]:
+    """Every pair that may occur."""
+    return [
+        f"{PREFIX}{event} {state} {who}"
+        for event, states in POSSIBLE.items()
+        for state in states
+        for who in WRITERS.get(event, ("owner",))
+    ]
+
+
+def report(counts: Mapping[str, int]) -> list[str]:
+    """Lines of what was reached, what was not, and what should not have been possible."""
+    expected = possible()
+    missed = [pair for pair in expected if not counts.get(pair)]
+    strange = [pair for pair in counts if pair.startswith(PREFIX) and pair not in expected]
+    share = 100 * (1 - len(missed) / len(expected))
+    return [
+        f"coverage: {len(expected) - len(missed)} of {len(expected)} pairs ({share:.1f} %)",
+        *_lines("not reached", missed),
+        *_lines("reached, and not in the table", strange),
+    ]
+
+
+def _lines(what: str, pairs: Iterable[str]) -> list[str]:
+    names = [pair.removeprefix(PREFIX) for pair in pairs]
+    return [f"  {what}: {name}" + (f" ({UNREACHED[name]})" if name in UNREACHED else "") for name in names]
