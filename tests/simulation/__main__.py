@@ -118,7 +118,7 @@ def many(asked: argparse.Namespace) -> int:
 
 
 def _seeds(asked: argparse.Namespace, until: float | None, ahead: threading.Semaphore) -> Iterator[int]:
-    """The seeds; with a time, at least as many as asked for, and more until it is over.
+    """The seeds; with a time, at least as many as requested, and more until it is over.
 
     The pool takes a seed whenever it can; *ahead* keeps it from taking many more than it runs.
     """

@@ -1,4 +1,4 @@
-"""Which pairs of event, state and writer the seeds have reached, of all that are possible."""
+"""Which pairs of event, state and writer the seeds have reached, of all possible ones."""
 
 from __future__ import annotations
 
