@@ -47,7 +47,7 @@ class Machine:
     booted_at: float = EPOCH - 1000.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Actor:
     """One process or thread.
 
@@ -56,15 +56,21 @@ class Actor:
         kind: What crashes are counted and chosen by, such as ``worker``.
         machine: Where it runs.
         dies_with: Actors that end when this one is killed, such as threads of its process.
+        within: The main actor of its process, if it is a thread; such a one never dies before its process.
+        paused_until: True time until which it stands still, seconds since the epoch.
     """
 
     name: str
     kind: str
     machine: Machine
     dies_with: list[Actor] = field(default_factory=list)
+    within: Actor | None = None
     is_dead: bool = False
     is_done: bool = False
+    paused_until: float = 0.0
     _glet: Any = None
+    _wake: int = -1
+    _error: BaseException | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -115,6 +121,7 @@ class World:
         self._streams: dict[str, random.Random] = {}
         self._drawn: Counter[str] = Counter()
         self._queue: list[tuple[float, int, Actor]] = []
+        self._begun: set[Actor] = set()
         self._order = itertools.count()
         self._names: Counter[str] = Counter()
         self._faults_end = float("inf")
@@ -154,12 +161,27 @@ class World:
     # Actors
 
     def spawn(
-        self, kind: str, call: Callable[[], object], *, machine: Machine, after_s: float = 0.0, name: str = ""
+        self,
+        kind: str,
+        call: Callable[[], object],
+        *,
+        machine: Machine,
+        after_s: float = 0.0,
+        name: str = "",
+        within: Actor | None = None,
     ) -> Actor:
-        """Start an actor after *after_s* seconds; what *call* raises ends the world."""
+        """Start an actor after *after_s* seconds; what *call* raises ends the world.
+
+        *within* is an actor of the process whose thread it is: it ends with the process.
+        """
         base = name or kind
         self._names[base] += 1
-        actor = Actor(f"{base}-{self._names[base]}" if self._names[base] > 1 else base, kind, machine)
+        main = within if within is None else within.within or within
+        actor = Actor(
+            f"{base}-{self._names[base]}" if self._names[base] > 1 else base, kind, machine, within=main
+        )
+        if main is not None:
+            main.dies_with[:] = [*(one for one in main.dies_with if one.is_alive), actor]
 
         def body() -> None:
             try:
@@ -168,6 +190,7 @@ class World:
                 pass
             finally:
                 actor.is_done = True
+                self._begun.discard(actor)
 
         actor._glet = greenlet.greenlet(body)
         self._push(self.now + after_s, actor)
@@ -175,15 +198,23 @@ class World:
 
     def kill(self, actor: Actor, why: str) -> None:
         """Crash an actor: it gets no further; from inside itself this raises at once."""
-        if not actor.is_alive:
-            return
-        actor.is_dead = True
-        self.note(f"killed: {why}", who=actor.name)
-        self.counts[f"kill {actor.kind}"] += 1
-        for other in actor.dies_with:
-            self.kill(other, f"with {actor.name}")
-        if actor is self.current:
+        killed = self._mark_dead(actor, why)
+        for one in killed:
+            if one is not self.current:
+                self._push(self.now, one)  # its code unwinds now
+        if self.current in killed:
             raise Crash
+
+    def _mark_dead(self, actor: Actor, why: str) -> list[Actor]:
+        """Mark it and the threads of its process, which may run on after its own code has returned."""
+        found = [actor] if actor.is_alive else []
+        if found:
+            actor.is_dead = True
+            self.note(f"killed: {why}", who=actor.name)
+            self.counts[f"kill {actor.kind}"] += 1
+        for other in actor.dies_with:
+            found += self._mark_dead(other, f"with {actor.name}")
+        return found
 
     def sleep(self, seconds: float) -> None:
         """Let the current actor sleep; others run meanwhile."""
@@ -198,9 +229,11 @@ class World:
             raise Crash
         self.counts["points"] += 1
         if self.strikes(f"crash-{actor.kind}", f"before {what}"):
-            self.kill(actor, f"before {what}")
+            self.kill(actor.within or actor, f"before {what}")
         if self.strikes(f"pause-{actor.kind}", f"before {what}"):
-            self._give_up(self.stream("pause").uniform(*PAUSE_S))
+            seconds = self.stream("pause").uniform(*PAUSE_S)
+            actor.paused_until = self.now + seconds
+            self._give_up(seconds)
         elif (chance := self.stream("switch").random()) < SWITCH:
             self._give_up(chance / SWITCH * self.stream("switch").choice((0.0, 0.1, 1.0, 5.0)))
 
@@ -213,6 +246,16 @@ class World:
             self.sleep(every_s)
         return True
 
+    def park(self, *, most_s: float = float("inf")) -> None:
+        """Let the current actor wait until another one wakes it, at most *most_s* seconds."""
+        self._give_up(most_s)
+
+    def wake(self, actor: Actor, error: BaseException | None = None) -> None:
+        """Let *actor* go on now instead of later, and raise *error* in it; one that stands still stays so."""
+        if actor.is_alive and actor is not self.current:
+            actor._error = error or actor._error
+            self._push(max(self.now, actor.paused_until), actor)
+
     def _give_up(self, seconds: float) -> None:
         actor = self.current
         if actor is None:
@@ -223,25 +266,35 @@ class World:
         greenlet.getcurrent().parent.switch()
         if actor.is_dead:
             raise Crash
+        if actor._error is not None:
+            error, actor._error = actor._error, None
+            raise error
 
     def _push(self, at: float, actor: Actor) -> None:
-        heapq.heappush(self._queue, (at, next(self._order), actor))
+        """Let *actor* go on at *at* and at no other time."""
+        actor._wake = next(self._order)
+        if at < float("inf"):
+            heapq.heappush(self._queue, (at, actor._wake, actor))
 
     def run(self, *, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
         """Run every actor in turn until *is_over*, the true time *until*, or the end of all of them."""
         while self._queue and not is_over():
-            at, _, actor = self._queue[0]
+            at, order, actor = self._queue[0]
             if at > until:
                 break
             heapq.heappop(self._queue)
-            self.now = max(self.now, at)
-            self._step(actor)
+            if order == actor._wake:
+                self.now = max(self.now, at)
+                self._step(actor)
         self.now = max(self.now, until) if not is_over() else self.now
 
     def _step(self, actor: Actor) -> None:
         if actor.is_done or (actor.is_dead and not actor._glet):
             return  # killed before it began
         self.current = actor
+        if actor not in self._begun:  # its parent is the loop, not the actor that spawned it
+            self._begun.add(actor)
+            actor._glet.parent = greenlet.getcurrent()
         try:
             actor._glet.switch()
         finally:
@@ -252,9 +305,9 @@ class World:
 
     def close(self) -> None:
         """End every actor without a trace, so that no greenlet outlives the world."""
-        for _, _, actor in self._queue:
+        for actor in sorted(self._begun, key=lambda one: one.name):
             actor.is_dead = True
-        for _, _, actor in self._queue:
+        for actor in sorted(self._begun, key=lambda one: one.name):
             if actor._glet and not actor.is_done:
                 self.current = actor
                 actor._glet.switch()

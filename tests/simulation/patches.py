@@ -53,7 +53,7 @@ def _uuid4() -> uuid.UUID:
 
 
 def _start(thread: threading.Thread) -> None:
-    """A thread of an actor is an actor that dies with it."""
+    """A thread of an actor is an actor that dies with its process."""
     world = _in_actor()
     if world is None:
         _real_thread(thread)
@@ -61,9 +61,7 @@ def _start(thread: threading.Thread) -> None:
     parent = world.current
     assert parent is not None
     run: Callable[[], Any] = thread.run
-    parent.dies_with.append(
-        world.spawn("thread", run, machine=parent.machine, name=f"{parent.name}/{thread.name}")
-    )
+    world.spawn("thread", run, machine=parent.machine, name=f"{parent.name}/{thread.name}", within=parent)
 
 
 def install() -> None:

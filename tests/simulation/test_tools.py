@@ -98,3 +98,37 @@ def test_actors_see_the_clock_of_their_machine():
 
     assert seen[1][0] - seen[0][0] == 3600
     assert seen[1][1] == seen[0][1]
+
+
+def test_a_thread_wakes_its_parent_and_ends_with_its_process():
+    """A wait ends when another actor wakes it, or raises what that one gives it."""
+    world, seen = kernel.World(1), []
+    machine = kernel.Machine("m")
+
+    def thread():
+        world.sleep(50)
+        seen.append(("thread", world.now - kernel.EPOCH))
+        world.wake(main)
+
+    def body():
+        world.spawn("t", thread, machine=machine, within=main)
+        world.park(most_s=100)
+        seen.append(("woken", world.now - kernel.EPOCH))
+        with pytest.raises(ValueError, match="now"):
+            world.park()
+        seen.append(("told", world.now - kernel.EPOCH))
+        world.spawn("t", thread, machine=machine, within=main)
+        world.park()
+
+    def other():
+        world.sleep(70)
+        world.wake(main, ValueError("now"))
+        world.sleep(5)
+        world.kill(main, "a test")
+
+    main = world.spawn("p", body, machine=machine)
+    world.spawn("o", other, machine=machine)
+    world.run(until=kernel.EPOCH + 1000)
+
+    assert seen == [("thread", 50.0), ("woken", 50.0), ("told", 70.0)]
+    assert world.counts["kill t"] == 1
