@@ -1,4 +1,4 @@
-"""Files on this machine: the user's folders, one atomic write, and reads that no FIFO or device can block.
+"""Files on this machine: the user's folders, atomic writes, reads that nothing blocks, and removal.
 
 Source of the folders: XDG Base Directory Specification 0.8 (freedesktop.org): a variable that is unset, empty
 or not an absolute path does not count.
@@ -11,6 +11,7 @@ import csv
 import errno
 import getpass
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
@@ -111,6 +112,54 @@ def read_bytes(path: Path, most: int) -> bytes | None:
     if len(text) > most:
         raise OSError(errno.EFBIG, f"larger than {most} bytes")
     return text
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def remove_tree(path: Path | str, *, dir_fd: int | None = None) -> None:
+    """Remove the folder *path* (below the open folder *dir_fd*) at any depth; follow no link.
+
+    ``shutil.rmtree`` recurses once, and keeps one folder open, for each level. A training can create more
+    levels than a process may have of either.
+
+    Raises:
+        OSError: It is absent, or cannot be removed.
+    """
+    try:
+        shutil.rmtree(path, dir_fd=dir_fd)
+    except RecursionError:
+        pass
+    except OSError as err:
+        if err.errno != errno.EMFILE:
+            raise
+    else:
+        return
+    _flatten(path, dir_fd)
+    shutil.rmtree(path, dir_fd=dir_fd)
+
+
+def _flatten(path: Path | str, dir_fd: int | None) -> None:
+    """Move every folder below *path* directly into it, with two folders open at a time."""
+    top = os.open(path, _FOLDER, dir_fd=dir_fd)
+    try:
+        waiting = _folders(top)
+        while waiting:
+            inner = os.open(waiting.pop(), _FOLDER, dir_fd=top)
+            try:
+                for name in _folders(inner):
+                    moved = uuid.uuid4().hex
+                    os.rename(name, moved, src_dir_fd=inner, dst_dir_fd=top)
+                    waiting.append(moved)
+            finally:
+                os.close(inner)
+    finally:
+        os.close(top)
+
+
+def _folders(descriptor: int) -> list[str]:
+    with os.scandir(descriptor) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def real_path(path: Path) -> Path:

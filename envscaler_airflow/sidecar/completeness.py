@@ -12,16 +12,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import lzma
 import pickletools
 import signal
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from envscaler_agent.protocol import Progress
 from envscaler_airflow.errors import CheckpointError
@@ -34,6 +37,11 @@ from envscaler_airflow.store.manifests import ChangedError, TreeFile
 _MAX_HEADER_BYTES = 100 << 20  # source: safetensors, MAX_HEADER_SIZE
 _MAX_TEXT_BYTES = 1 << 20
 """Largest text and pickle that is searched for a step. Chosen: without tensors they are small."""
+_MAX_LIST_BYTES = 1 << 22
+"""Largest list of a zip's members that is read. Chosen: some 50,000 tensors."""
+_BOUNDED = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
+"""Compressions that zipfile unpacks in parts. It unpacks bzip2 and LZMA to their full size before it checks
+the declared one. PyTorch and numpy use none of these."""
 _ZIP = b"PK\x03\x04"
 HEAD_BYTES = 1024
 """Chosen: pickles and JSON texts state their length or item count within it; a log never changes it."""
@@ -46,12 +54,19 @@ _UNREADABLE = (
     OSError,
     CheckpointError,
     ValueError,
-    zipfile.BadZipFile,
+    ArithmeticError,
+    EOFError,
+    lzma.LZMAError,
     NotImplementedError,
     RuntimeError,
     RecursionError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
 )
-"""What zipfile, pickletools and json raise for a torn or encrypted file, or one of another format."""
+"""What zipfile, its decompressors, pickletools and json raise for a torn or encrypted file, or one of another
+format.
+"""
 
 
 def has_end(item: TreeFile) -> bool:
@@ -132,9 +147,9 @@ def _torn_safetensors(item: TreeFile, head: bytes, stream: IO[bytes]) -> str | N
     try:
         header = json.loads(stream.read(length))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return f"{item.path}: its header is torn"
-    expected = 8 + length + max(ends, default=0)
     return None if item.size == expected else f"{item.path}: {item.size} bytes, its header says {expected}"
 
 
@@ -154,15 +169,33 @@ def steps_in(item: TreeFile) -> frozenset[int]:
 
 
 def _in_zip(stream: IO[bytes]) -> Iterator[int]:
-    with zipfile.ZipFile(stream) as archive:
+    with zipfile.ZipFile(cast("IO[bytes]", _Frugal(stream))) as archive:
         for member in archive.infolist()[:1000]:
             name = member.filename.rpartition("/")[2]
-            if member.file_size > _MAX_TEXT_BYTES:
+            if member.file_size > _MAX_TEXT_BYTES or member.compress_type not in _BOUNDED:
                 continue
             if name.endswith((".json", ".pkl")):
                 yield from _in_bytes(archive.read(member))
             elif name.removesuffix(".npy") in STEP_KEYS:
                 yield from _in_npy(archive.read(member))
+
+
+class _Frugal:
+    """A file whose own sizes are not trusted: it returns at most :data:`_MAX_LIST_BYTES` at a time."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.seek, self.tell, self.seekable, self._read = (
+            stream.seek,
+            stream.tell,
+            stream.seekable,
+            stream.read,
+        )
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._read(min(size, _MAX_LIST_BYTES + 1) if size >= 0 else _MAX_LIST_BYTES + 1)
+        if len(data) > _MAX_LIST_BYTES:
+            raise ValueError(f"a part of more than {_MAX_LIST_BYTES} bytes")
+        return data
 
 
 def _in_npy(data: bytes) -> Iterator[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from envscaler_agent.protocol import is_safe_link, is_safe_relative_path
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.store.manifests import TreeFile, entries, tree_file
+from envscaler_airflow.store.manifests import Entries, TreeFile, tree_file
 from envscaler_airflow.store.root import Place, Root
 
 
@@ -39,7 +39,8 @@ def look(folder: Path, *, parent: Place | None = None) -> Tree:
         parent: The parent folder, if it is known from before the training ran.
 
     Raises:
-        CheckpointError: *folder* is a link to anything except its neighbour.
+        CheckpointError: *folder* is a link to anything except its neighbour, or has more files and folders
+            than a manifest could list.
         OSError: It is absent, or cannot be read.
     """
     root = Root.of(folder, parent=parent)
@@ -47,7 +48,7 @@ def look(folder: Path, *, parent: Place | None = None) -> Tree:
     links: dict[str, str] = {}
     left_out: dict[str, str] = {}
     many: dict[str, int] = {}
-    for path, facts in _entries(root, ""):
+    for path, facts in _entries(root):
         if not is_safe_relative_path(path):
             left_out[path] = "its name cannot be kept; rename it"
         elif stat.S_ISLNK(facts.st_mode):
@@ -67,13 +68,17 @@ def look(folder: Path, *, parent: Place | None = None) -> Tree:
     return Tree(tuple(sorted(kept, key=lambda item: item.path)), links, left_out)
 
 
-def _entries(root: Root, here: str) -> Iterator[tuple[str, stat_result]]:
-    for name, facts in entries(root, here):
-        path = posixpath.join(here, name)
-        if stat.S_ISDIR(facts.st_mode):
-            yield from _entries(root, path)
-        else:
-            yield path, facts
+def _entries(root: Root) -> Iterator[tuple[str, stat_result]]:
+    """Everything below *root* except folders; a folder whose name cannot be kept is not entered."""
+    listed, waiting = Entries(root), [""]
+    while waiting:
+        here = waiting.pop()
+        for name, facts in listed.of(here):
+            path = posixpath.join(here, name)
+            if stat.S_ISDIR(facts.st_mode) and is_safe_relative_path(path):
+                waiting.append(path)
+            else:
+                yield path, facts
 
 
 def _inner_target(root: Root, path: str) -> str | None:

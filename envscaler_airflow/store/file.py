@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from envscaler_airflow.errors import ProtocolError, StoreError
+from envscaler_airflow.local_files import remove_tree
 from envscaler_airflow.store.clock import DatedStore
 from envscaler_airflow.store.keys import (
     AT_ONCE,
@@ -371,7 +372,7 @@ def _remove_tree(last: str, folder: int) -> None:
         os.unlink(last, dir_fd=folder)
     elif stat.S_ISDIR(mode):
         with suppress(FileNotFoundError):
-            shutil.rmtree(last, dir_fd=folder)
+            remove_tree(last, dir_fd=folder)
 
 
 def _walk_sizes(folder: int) -> Iterator[tuple[str, int]]:

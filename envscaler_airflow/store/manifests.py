@@ -55,6 +55,8 @@ _SWAPPED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """Errors of opening with O_NOFOLLOW after a link or a file replaced a folder or file."""
 _ENTRY_BYTES = len('{"path":"","size":,"sha256":"","node":0,"claim":0},') + 64
 """Smallest JSON size of a manifest's entry for a file, bytes, besides its path and size."""
+MOST_ENTRIES = MAX_MANIFEST_BYTES // _ENTRY_BYTES
+"""Most files and folders that are looked at below one folder: no manifest could list more."""
 
 
 def _no_pause() -> None:
@@ -155,7 +157,7 @@ def walk(folder: Path, *, parent: Place | None = None) -> tuple[TreeFile, ...]:
 
 def files_of(root: Root) -> tuple[TreeFile, ...]:
     """All regular files below *root*, sorted by path, see :func:`walk`."""
-    found = sorted(_walk(root, "", "", ("",)), key=lambda item: item.path)
+    found = sorted(_walk(root), key=lambda item: item.path)
     names = Counter(inode for _, inode in {(item.real, item.inode) for item in found})
     return tuple(item if (many := names[item.inode]) == 1 else replace(item, names=many) for item in found)
 
@@ -177,18 +179,30 @@ def one_file(path: Path, *, parent: Place | None = None) -> TreeFile:
     return tree_file(path.name, root, real, seen)
 
 
-def entries(root: Root, here: str) -> list[tuple[str, os.stat_result]]:
-    """Entries of the folder *here* below *root*: empty if it vanished meanwhile.
+class Entries:
+    """Lists folders below *root*, :data:`MOST_ENTRIES` entries in all."""
 
-    Raises:
-        OSError: The folder cannot be read, or *root* itself is gone.
-    """
-    try:
-        return root.scan(here)
-    except (FileNotFoundError, NotADirectoryError):
-        if not here:
-            raise
-        return []
+    def __init__(self, root: Root) -> None:
+        """List nothing yet."""
+        self._root, self._left = root, MOST_ENTRIES
+
+    def of(self, here: str) -> list[tuple[str, os.stat_result]]:
+        """Entries of the folder *here*: empty if it vanished meanwhile.
+
+        Raises:
+            CheckpointError: There are more than :data:`MOST_ENTRIES`.
+            OSError: The folder cannot be read, or the root itself is gone.
+        """
+        try:
+            found = self._root.scan(here, most=self._left + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            if not here:
+                raise
+            return []
+        self._left -= len(found)
+        if self._left < 0:
+            raise CheckpointError(f"{self._root.path}: more than {MOST_ENTRIES} files and folders; pack them")
+        return found
 
 
 def tree_file(path: str, root: Root, real: str, seen: os.stat_result) -> TreeFile:
@@ -196,21 +210,28 @@ def tree_file(path: str, root: Root, real: str, seen: os.stat_result) -> TreeFil
     return TreeFile(path, root, real, seen.st_size, seen.st_mtime_ns, seen.st_ino, seen.st_ctime_ns)
 
 
-def _walk(root: Root, here: str, prefix: str, above: tuple[str, ...]) -> Iterator[TreeFile]:
-    """Files below the folder *here* of *root*, called *prefix*; *above* are its parent folders."""
-    for name, facts in entries(root, here):
-        found = _landed(root, join(here, name), facts)
-        if found is None:
+def _walk(root: Root) -> Iterator[TreeFile]:
+    """Files below *root*, without recursion: a training can put any number of folders into each other."""
+    listed = Entries(root)
+    open_folders = [("", "", iter(listed.of("")))]
+    while open_folders:
+        here, prefix, left = open_folders[-1]
+        if (entry := next(left, None)) is None:
+            open_folders.pop()
             continue
-        real, seen = found
-        if stat.S_ISDIR(seen.st_mode):
-            if real not in above:  # a link to a parent folder would loop forever
-                yield from _walk(root, real, f"{prefix}{name}/", (*above, real))
-        elif stat.S_ISREG(seen.st_mode):
-            path = prefix + name
-            if not is_safe_relative_path(path):
-                raise CheckpointError(f"{root.path / here}: the name {path!r:.200} cannot be kept; rename it")
+        name, facts = entry
+        if (found := _landed(root, join(here, name), facts)) is None:
+            continue
+        (real, seen), path = found, prefix + name
+        is_folder = stat.S_ISDIR(seen.st_mode)
+        if not (is_folder or stat.S_ISREG(seen.st_mode)):
+            continue
+        if not is_safe_relative_path(path):
+            raise CheckpointError(f"{root.path / here}: the name {path!r:.200} cannot be kept; rename it")
+        if not is_folder:
             yield tree_file(path, root, real, seen)
+        elif all(real != above for above, _, _ in open_folders):  # a link to a parent would loop forever
+            open_folders.append((real, f"{path}/", iter(listed.of(real))))
 
 
 def _landed(root: Root, path: str, facts: os.stat_result) -> tuple[str, os.stat_result] | None:

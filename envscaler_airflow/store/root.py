@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.local_files import remove_tree
 
 _PASS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,6 +33,8 @@ _LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """Errors with which systems refuse to open a link: ELOOP, with O_DIRECTORY ENOTDIR; on FreeBSD EMLINK."""
 COPY_BYTES = 1 << 20
 """Bytes copied at a time. Chosen: few calls, little memory."""
+MOST_NAMES = 300_000
+"""Most names of one folder that are listed at a time. Chosen: more than a manifest can list, in 150 MB."""
 _MAX_LINKS = 40
 """Most links on the way to one file. Source: Linux, MAXSYMLINKS."""
 
@@ -168,8 +172,8 @@ class Root:
         with self._parent(path) as (folder, last):
             return os.stat(last, dir_fd=folder, follow_symlinks=False)
 
-    def scan(self, path: str = "") -> list[tuple[str, os.stat_result]]:
-        """Names and metadata (links are not followed) of the entries of the folder *path*, itself not a link.
+    def scan(self, path: str = "", *, most: int = MOST_NAMES) -> list[tuple[str, os.stat_result]]:
+        """Names and metadata (no link is followed) of *most* entries of the folder *path*, itself not a link.
 
         Raises:
             OSError: *path* is absent or not a folder, or a part of it is a link.
@@ -178,7 +182,7 @@ class Root:
         try:
             found = []
             with os.scandir(descriptor) as entries:
-                for entry in entries:
+                for entry in islice(entries, most):
                     with suppress(FileNotFoundError):
                         found.append((entry.name, entry.stat(follow_symlinks=False)))
             return found
@@ -284,14 +288,15 @@ class Root:
         """
         with suppress(FileNotFoundError), self._parent(path) as (folder, last):
             if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):
-                shutil.rmtree(last, dir_fd=folder)
+                remove_tree(last, dir_fd=folder)
             else:
                 os.unlink(last, dir_fd=folder)
 
     def empty(self) -> None:
         """Remove the content of the folder, but not the folder, which may be a mount."""
-        for name, _ in self.scan():
-            self.remove(name)
+        while found := self.scan():
+            for name, _ in found:
+                self.remove(name)
 
     # -- how
 

@@ -1,11 +1,13 @@
 """Files on this machine: the user's folders, and writes that a reader sees in full or not at all."""
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
 from envscaler_airflow.cli.common import default_store_url
-from envscaler_airflow.local_files import cache_folder, data_folder, landing, write_atomic
+from envscaler_airflow.local_files import cache_folder, data_folder, landing, remove_tree, write_atomic
 
 
 def test_folders_lie_below_what_the_environment_names(monkeypatch):
@@ -57,3 +59,33 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
         write_half()
 
     assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [("table", b"old")]
+
+
+@pytest.mark.parametrize("fault", [RecursionError(), OSError(errno.EMFILE, "Too many open files")])
+def test_a_folder_that_is_too_deep_for_shutil_is_flattened_and_removed(tmp_path, monkeypatch, fault):
+    """It may need more levels, or more open files, than the process has; no link is followed on the way."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "run/a/b/c").mkdir(parents=True)
+    (tmp_path / "run/a/b/link").symlink_to(outside)
+    (tmp_path / "run/a/b/c/file").touch()
+    real, calls = shutil.rmtree, []
+
+    def rmtree(path, **options):
+        calls.append(max(len(item.relative_to(path).parts) for item in path.rglob("*")))
+        if len(calls) == 1:
+            raise fault
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+
+    remove_tree(tmp_path / "run")
+
+    assert calls == [4, 2]
+    assert [item.name for item in tmp_path.iterdir()] == ["outside"]
+
+
+def test_a_folder_that_may_not_be_removed_is_reported(tmp_path):
+    """An absent one too."""
+    with pytest.raises(FileNotFoundError):
+        remove_tree(tmp_path / "absent")

@@ -39,6 +39,7 @@ from envscaler_airflow.backends.local.shares import (
 )
 from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
+from envscaler_airflow.local_files import remove_tree
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.run import Handle
 from envscaler_airflow.run.cost import UsageInterval
@@ -255,10 +256,11 @@ class LocalBackend:
         tombstones.mkdir(exist_ok=True)
         (tombstones / folder.name).touch()
         with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+            remove_tree(folder)
         run = folder.name.rpartition("-g")[0]
         if not any(self.root.glob(f"{run}-g*-a*")):
-            shutil.rmtree(self.root / f"{run}{files.SAVES}", ignore_errors=True)
+            with suppress(OSError):
+                remove_tree(self.root / f"{run}{files.SAVES}")
         for tombstone in tombstones.iterdir():
             with suppress(OSError):
                 if time.time() - tombstone.stat().st_mtime > _TOMBSTONE_S:
@@ -357,7 +359,8 @@ class _Start:
                 raise BackendError(f"{held} of the same run has not ended yet", transient=True)
             time.sleep(_POLL_S)
         for saves in folders:
-            shutil.rmtree(saves, ignore_errors=True)
+            with suppress(OSError):
+                remove_tree(saves)
 
     def _held_by_earlier(self) -> str | None:
         run = self._folder.name.rpartition("-g")[0]
