@@ -12,10 +12,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import greenlet
 
+_T = TypeVar("_T")
 EPOCH = 1_800_000_000.0
 """True time at which a world begins, seconds since the epoch. Chosen."""
 SWITCH = 0.15
@@ -25,7 +26,7 @@ PAUSE_S = (600.0, 5400.0)
 
 
 class Crash(BaseException):
-    """The actor's process or machine is gone; raised at every effect that it still tries."""
+    """Unwinds an actor at the end of its world."""
 
 
 class Violation(AssertionError):  # noqa: N818  (the field's word)
@@ -124,7 +125,15 @@ class World:
         self._begun: set[Actor] = set()
         self._order = itertools.count()
         self._names: Counter[str] = Counter()
+        self._only: dict[type, Any] = {}
         self._faults_end = float("inf")
+
+    def only(self, kind: type[_T]) -> _T:
+        """The world's only object of *kind*, made at the first use: what several parts share."""
+        if kind not in self._only:
+            self._only[kind] = kind()
+        found: _T = self._only[kind]
+        return found
 
     # What a seed decides
 
@@ -197,12 +206,9 @@ class World:
         return actor
 
     def kill(self, actor: Actor, why: str) -> None:
-        """Crash an actor: it gets no further; from inside itself this raises at once."""
-        killed = self._mark_dead(actor, why)
-        for one in killed:
-            if one is not self.current:
-                self._push(self.now, one)  # its code unwinds now
-        if self.current in killed:
+        """End an actor and its process, as SIGKILL does: no handler of it runs before :meth:`close`."""
+        if self.current in self._mark_dead(actor.within or actor, why):
+            greenlet.getcurrent().parent.switch()
             raise Crash
 
     def _mark_dead(self, actor: Actor, why: str) -> list[Actor]:
@@ -229,7 +235,7 @@ class World:
             raise Crash
         self.counts["points"] += 1
         if self.strikes(f"crash-{actor.kind}", f"before {what}"):
-            self.kill(actor.within or actor, f"before {what}")
+            self.kill(actor, f"before {what}")
         if self.strikes(f"pause-{actor.kind}", f"before {what}"):
             seconds = self.stream("pause").uniform(*PAUSE_S)
             actor.paused_until = self.now + seconds
@@ -283,14 +289,12 @@ class World:
             if at > until:
                 break
             heapq.heappop(self._queue)
-            if order == actor._wake:
+            if order == actor._wake and actor.is_alive:
                 self.now = max(self.now, at)
                 self._step(actor)
         self.now = max(self.now, until) if not is_over() else self.now
 
     def _step(self, actor: Actor) -> None:
-        if actor.is_done or (actor.is_dead and not actor._glet):
-            return  # killed before it began
         self.current = actor
         if actor not in self._begun:  # its parent is the loop, not the actor that spawned it
             self._begun.add(actor)
@@ -304,10 +308,11 @@ class World:
             check()
 
     def close(self) -> None:
-        """End every actor without a trace, so that no greenlet outlives the world."""
-        for actor in sorted(self._begun, key=lambda one: one.name):
+        """Unwind every actor, so that no greenlet outlives the world."""
+        begun = sorted(self._begun, key=lambda one: one.name)
+        for actor in begun:
             actor.is_dead = True
-        for actor in sorted(self._begun, key=lambda one: one.name):
+        for actor in begun:
             if actor._glet and not actor.is_done:
                 self.current = actor
                 actor._glet.switch()

@@ -6,13 +6,14 @@ default argument. Outside an actor everything behaves as before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.simulation import kernel
@@ -20,7 +21,7 @@ from tests.simulation import kernel
 active: kernel.World | None = None
 """The world that runs; None outside :func:`tests.simulation.run.simulate`."""
 _real = {name: getattr(time, name) for name in ("time", "monotonic", "sleep", "time_ns", "monotonic_ns")}
-_real_uuid4, _real_thread = uuid.uuid4, threading.Thread.start
+_real_uuid4, _real_start, _real_join = uuid.uuid4, threading.Thread.start, threading.Thread.join
 
 
 def _in_actor() -> kernel.World | None:
@@ -56,12 +57,36 @@ def _start(thread: threading.Thread) -> None:
     """A thread of an actor is an actor that dies with its process."""
     world = _in_actor()
     if world is None:
-        _real_thread(thread)
+        _real_start(thread)
         return
     parent = world.current
     assert parent is not None
     run: Callable[[], Any] = thread.run
-    world.spawn("thread", run, machine=parent.machine, name=f"{parent.name}/{thread.name}", within=parent)
+    kind, name = (parent.within or parent).kind, f"{parent.name}/{thread.name}"
+    actor = world.spawn(kind, run, machine=parent.machine, name=name, within=parent)
+    thread._actor = actor  # type: ignore[attr-defined]
+
+
+def _join(thread: threading.Thread, timeout: float | None = None) -> None:
+    world, actor = _in_actor(), getattr(thread, "_actor", None)
+    if world is None or actor is None:
+        _real_join(thread, timeout)
+    else:
+        most_s = float("inf") if timeout is None else timeout
+        world.wait(lambda: not actor.is_alive, every_s=0.5, most_s=most_s)
+
+
+@contextlib.contextmanager
+def running(world: kernel.World) -> Iterator[kernel.World]:
+    """Make *world* the one that runs, and unwind it at the end; its seed decides jitter too."""
+    global active  # noqa: PLW0603
+    active = world
+    random.seed(world.seed)
+    try:
+        yield world
+    finally:
+        world.close()
+        active = None
 
 
 def install() -> None:
@@ -75,5 +100,6 @@ def install() -> None:
         raise RuntimeError("PYTHONHASHSEED must be 0, so that sets have one order: use `make simulate`")
     time.time, time.monotonic, time.sleep = _time, _monotonic, _sleep
     uuid.uuid4 = _uuid4
-    threading.Thread.start = _start  # type: ignore[method-assign]
+    time.time_ns, time.monotonic_ns = lambda: int(_time() * 1e9), lambda: int(_monotonic() * 1e9)
+    threading.Thread.start, threading.Thread.join = _start, _join  # type: ignore[method-assign]
     random.seed(0)
