@@ -104,18 +104,15 @@ def is_safe_relative_path(path: str) -> bool:
 
 
 def is_safe_link(path: str, target: str) -> bool:
-    """True when a link at *path* to *target*, relative to its own folder, stays in the tree."""
+    """True when a link at *path* to *target*, relative to its own folder, stays in the tree.
+
+    ``..`` is allowed only in front: after another link, it would lead from that link's target.
+    """
     if not target or len(target) > 1024 or "\0" in target or target.startswith("/"):
         return False
-    depth = path.count("/")
-    for part in target.split("/"):
-        if part == "..":
-            depth -= 1
-        elif part not in ("", "."):
-            depth += 1
-        if depth < 0:
-            return False
-    return True
+    parts = [part for part in target.split("/") if part not in ("", ".")]
+    above = parts.count("..")
+    return above <= path.count("/") and ".." not in parts[above:]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,8 +20,8 @@ from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import MAX_JSON_BYTES, SCHEMA, Control, Manifest, control_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.launch import SessionSettings
-from envscaler_airflow.local_files import landing, write_atomic
-from envscaler_airflow.sidecar import owner_watch
+from envscaler_airflow.local_files import write_atomic
+from envscaler_airflow.sidecar import owner_watch, tree
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.restore import empty, restore
 from envscaler_airflow.sidecar.spool_state import Mount
@@ -33,12 +33,13 @@ from envscaler_airflow.store.transfer_progress import Moved
 
 
 def fetch(
-    context: SidecarContext, store: Store, sizes: Mapping[str, int], path: Path, index: Path, moved: Moved
+    context: SidecarContext, store: Store, sizes: Mapping[str, int], root: Root, index: Path, moved: Moved
 ) -> None:
-    """Make *path* contain exactly the objects of *sizes*; *index* keeps their versions, *moved* counts bytes.
+    """Make *root* contain exactly the objects of *sizes*; *index* keeps their versions, *moved* counts bytes.
 
     Raises:
         StoreError: The store did not answer in time.
+        OSError: A folder on the way is a link or a file.
         SetupCancelledError, WorkInterruptedError: See :meth:`SidecarContext.wanted`.
     """
     known = _read(index)
@@ -48,20 +49,18 @@ def fetch(
         if name in held:  # from an earlier try
             moved.add(sizes[name])
             return
-        target = path / name
         version = store.version(name) if isinstance(store, TellsVersions) else None
-        if version is not None and known.get(name) == version and target.is_file():
+        if version is not None and known.get(name) == version and _size(root, name) is not None:
             moved.add(sizes[name])
         else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with landing(target) as part, part.open("w+b") as stream, moved.arriving(stream, sizes[name]):
+            with root.landing(name) as stream, moved.arriving(stream, sizes[name]):
                 store.get_file(name, stream)
         held[name] = version
 
     context.patiently(
-        lambda: each(hold, sizes, store, moved, between=context.wanted), what=path.name, moved=moved
+        lambda: each(hold, sizes, store, moved, between=context.wanted), what=root.path.name, moved=moved
     )
-    _remove_others(path, {path / name for name in sizes})
+    _remove_others(root, sizes)
     _write(index, {name: version for name, version in held.items() if version is not None})
 
 
@@ -78,16 +77,15 @@ def each(
     manifests.side_by_side(act, sorted(sizes), store.at_once, size=sizes.__getitem__, between=between)
 
 
-def _remove_others(path: Path, kept: set[Path]) -> None:
-    for item in path.rglob("*"):
-        if (item.is_file() or item.is_symlink()) and item not in kept:
-            item.unlink(missing_ok=True)
+def _remove_others(root: Root, kept: Collection[str]) -> None:
+    for path in [path for path, _ in tree.below(root) if path not in kept]:
+        root.remove(path)
 
 
 def _read(index: Path) -> dict[str, str]:
     try:
         body = json.loads(index.read_bytes())["versions"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
 
@@ -135,7 +133,7 @@ def _copy_output_in(context: SidecarContext, mount: Mount, path: Path) -> None:
     store, prefix = outputs.open_folder(mount.source, context.layout.store_options)
     manifest: Manifest = context.patiently(lambda: manifests.read_manifest(store, prefix), what=mount.name)
 
-    def fetch(target: Path) -> None:
+    def fetch(target: Path | Root) -> None:
         with _transfer(context, mount) as moved:
             context.patiently(
                 lambda: manifests.fetch(store, prefix, manifest, target, between=context.wanted, moved=moved),
@@ -149,9 +147,10 @@ def _copy_output_in(context: SidecarContext, mount: Mount, path: Path) -> None:
             fetch(path)
             return
         only = manifest.files[0]
-        fetch(path.parent)
+        root = Root.real(Path(os.path.realpath(path.parent, strict=True)))
+        fetch(root)
         if path.name != only.path:
-            (path.parent / only.path).replace(path)
+            root.rename(only.path, path.name)
     except CheckpointError as err:
         raise CheckpointError(f"volume {mount.name}: {err}") from err
 
@@ -239,10 +238,10 @@ def _get(
 ) -> None:
     """Fetch the objects of *sizes* below *path*, small ones in parallel; *place*: the only one there."""
     with _transfer(context, mount) as moved:
-        if mount.index is not None:
-            fetch(context, store, sizes, path, Path(mount.index), moved)
-            return
         root = Root.real(Path(os.path.realpath(path, strict=True)))
+        if mount.index is not None:
+            fetch(context, store, sizes, root, Path(mount.index), moved)
+            return
 
         def get(name: str) -> None:
             """Fetch one object without following a link."""
@@ -279,6 +278,11 @@ def lay_out(context: SidecarContext) -> None:
     if context.spool.start.exists():
         context.memory.update(is_laid_out=True)
         return
+    if (
+        written := context.memory.start()
+    ) is not None:  # the training, which can use links by now, removed it
+        _let_begin(context, written)
+        return
     control: Control | None = None
     try:
         context.patiently(lambda: owner_watch.claim_node(context), what="claim")
@@ -290,6 +294,11 @@ def lay_out(context: SidecarContext) -> None:
         context.memory.update(failed=f"set-up failed: {err}", failed_as=reason)
     else:
         context.memory.update(failed=None)  # from a try whose end could not be recorded
+    context.memory.keep_start(body)
+    _let_begin(context, body)
+
+
+def _let_begin(context: SidecarContext, body: Mapping[str, Any]) -> None:
     context.spool.write_json(context.spool.start, body)
     context.memory.update(is_laid_out=True)
 
@@ -368,15 +377,12 @@ def _workdir(context: SidecarContext) -> str | None:
     match = _ARCHIVE.match(name)
     if match is None:
         raise ProtocolError(f"workdir archive {name!r:.200}: expected workdir-<sha256>.tar.zst")
-    part = context.spool.root / name
-    try:
-        if context.patiently(lambda: context.run.size(name), what=name) is None:
-            raise CheckpointError(f"{context.run.uri(name)} is absent")
+    if context.patiently(lambda: context.run.size(name), what=name) is None:
+        raise CheckpointError(f"{context.run.uri(name)} is absent")
+    with context.spool.folder.scratch() as part:
         context.patiently(lambda: context.run.get_file(name, part), what=name)
         empty(work)
         archive.unpack(part, work, sha256=match[1])
-    finally:
-        part.unlink(missing_ok=True)
     return str(work)
 
 

@@ -402,6 +402,7 @@ class Memory:
         """
         self._spool = spool
         self._own = None if own is None else own / "places.json"
+        self._start = None if own is None else own / "start.json"
         self._lock = threading.RLock()
         self._state = dataclasses.replace(self._load(), pid=os.getpid())
         if self._own is not None:
@@ -426,6 +427,24 @@ class Memory:
             self._spool.write_json(self._spool.sidecar, dataclasses.asdict(state))
             self._state = state
             return state
+
+    def start(self) -> dict[str, Any] | None:
+        """Return what was last written to ``start.json``, as far as the training cannot change it.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        try:
+            body = None if self._start is None else self._start.read_bytes()
+        except FileNotFoundError:
+            return None
+        return None if body is None else dict(json.loads(body))
+
+    def keep_start(self, body: Mapping[str, Any]) -> None:
+        """Remember *body*, before it is written to ``start.json``. Raises OSError."""
+        if self._start is not None:
+            self._start.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._start, json.dumps(body).encode())
 
     def _load(self) -> State:
         try:

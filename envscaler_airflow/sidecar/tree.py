@@ -48,7 +48,7 @@ def look(folder: Path, *, parent: Place | None = None) -> Tree:
     links: dict[str, str] = {}
     left_out: dict[str, str] = {}
     many: dict[str, int] = {}
-    for path, facts in _entries(root):
+    for path, facts in below(root):
         if not is_safe_relative_path(path):
             left_out[path] = "its name cannot be kept; rename it"
         elif stat.S_ISLNK(facts.st_mode):
@@ -68,8 +68,15 @@ def look(folder: Path, *, parent: Place | None = None) -> Tree:
     return Tree(tuple(sorted(kept, key=lambda item: item.path)), links, left_out)
 
 
-def _entries(root: Root) -> Iterator[tuple[str, stat_result]]:
-    """Everything below *root* except folders; a folder whose name cannot be kept is not entered."""
+def below(root: Root) -> Iterator[tuple[str, stat_result]]:
+    """Paths and metadata of everything below *root* except folders.
+
+    A folder whose name cannot be kept is returned and not entered.
+
+    Raises:
+        CheckpointError: There are more files and folders than a manifest could list.
+        OSError: A folder cannot be read.
+    """
     listed, waiting = Entries(root), [""]
     while waiting:
         here = waiting.pop()

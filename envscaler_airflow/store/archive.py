@@ -36,6 +36,7 @@ from envscaler_airflow.store.gitignore import (
     read_ignore_file,
     tracked_names,
 )
+from envscaler_airflow.store.keys import reading
 from envscaler_airflow.store.root import COPY_BYTES, Root
 
 ALWAYS_LEFT_OUT = frozenset(
@@ -306,9 +307,14 @@ def _stays_inside(name: str, target: str) -> bool:
 
 
 def unpack(
-    archive: Path, target: Path, *, sha256: str, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES
+    archive: Path | BinaryIO,
+    target: Path,
+    *,
+    sha256: str,
+    max_bytes: int = MAX_BYTES,
+    max_files: int = MAX_FILES,
 ) -> None:
-    """Unpack *archive* into the existing, empty folder *target*.
+    """Unpack *archive*, a file or an open one, into the existing, empty folder *target*.
 
     It checks the hash of the whole stream before it writes anything. It creates links last, so that it never
     writes through one.
@@ -317,26 +323,24 @@ def unpack(
         CheckpointError: The hash is wrong, the archive is torn or larger than *max_bytes* or *max_files*, or
             an entry leads outside, is a device, or appears twice.
     """
-    bound = 2 * max_bytes + (max_files << 11)
-    with archive.open("rb") as raw, _torn(archive):
-        with _opened(raw, bound, archive.name) as stream:
+    bound, where = 2 * max_bytes + (max_files << 11), f"workdir-{sha256}.tar.zst"
+    with reading(archive) as raw, _torn(where):
+        with _opened(raw, bound, where) as stream:
             found = hashlib.sha256()
             while chunk := stream.read(1 << 20):
                 found.update(chunk)
         if found.hexdigest() != sha256:
-            raise CheckpointError(
-                f"{archive.name}: sha256 of its content is {found.hexdigest()}, expected {sha256}"
-            )
-        with _opened(raw, bound, archive.name) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
-            _lay_out(tar, Root.of(target), max_bytes=max_bytes, max_files=max_files, where=archive.name)
+            raise CheckpointError(f"{where}: sha256 of its content is {found.hexdigest()}, expected {sha256}")
+        with _opened(raw, bound, where) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+            _lay_out(tar, Root.of(target), max_bytes=max_bytes, max_files=max_files, where=where)
 
 
 @contextmanager
-def _torn(archive: Path) -> Iterator[None]:
+def _torn(where: str) -> Iterator[None]:
     try:
         yield
     except (zstandard.ZstdError, tarfile.TarError, EOFError) as err:
-        raise CheckpointError(f"{archive.name}: torn archive: {err}") from err
+        raise CheckpointError(f"{where}: torn archive: {err}") from err
 
 
 class _Bounded:

@@ -235,6 +235,15 @@ class Root:
                     os.unlink(temporary, dir_fd=folder)
                 raise
 
+    @contextmanager
+    def scratch(self) -> Iterator[BufferedRandom]:
+        """Yield a new file on this disk that no name leads to. Raises OSError."""
+        name = f".{uuid.uuid4().hex}.tmp"
+        descriptor = os.open(name, _NEW, 0o600, dir_fd=self._descriptor)
+        with os.fdopen(descriptor, "w+b") as stream:
+            os.unlink(name, dir_fd=self._descriptor)
+            yield stream
+
     def link(self, path: str, stream: BufferedReader) -> None:
         """Create *path* as a hard link to the same file that *stream* has open.
 

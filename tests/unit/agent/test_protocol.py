@@ -156,6 +156,7 @@ def test_other_names_are_no_checkpoints(name):
         {"w": "a"},
         {"a": "b", "a/c": "d"},
         {"sub": "other"},
+        {"deep/b": "..", "v": "deep/b/../x"},
     ],
 )
 def test_links_of_a_manifest_stay_in_the_folder(links):

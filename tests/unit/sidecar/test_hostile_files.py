@@ -1,16 +1,22 @@
 """Files that a training writes in order to stop or fill its sidecar: each is left out, refused or removed."""
 
 import bz2
+import errno
+import inspect
 import io
 import json
 import os
 import struct
+import sys
 import tracemalloc
 import zipfile
 
 import pytest
 from fakes.checkpoint_files import put
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from envscaler_agent.protocol import Manifest
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.sidecar import completeness, tree
 from envscaler_airflow.sidecar.snapshots import Snapshots
@@ -144,9 +150,13 @@ def test_folders_too_deep_to_name_are_refused_in_an_output(tmp_path):
 
 def test_folders_of_any_depth_are_removed(tmp_path):
     """Otherwise a restore into the folder, or the release of a machine, would fail for ever (B1)."""
-    deep(tmp_path / "ck/inner")
-
-    Root.real(tmp_path).remove("ck")
+    deep(tmp_path / "ck/inner", depth=200)
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 100)
+    try:
+        Root.real(tmp_path).remove("ck")
+    finally:
+        sys.setrecursionlimit(before)
 
     assert not (tmp_path / "ck").exists()
 
@@ -212,3 +222,32 @@ def test_a_snapshot_of_a_folder_that_cannot_be_listed_is_not_taken(make_bench, t
     Snapshots(bench.context, {"seconds": 1}).step()
 
     assert "more than 10 files" in bench.context.messages.text()
+
+
+PATHS = st.lists(st.sampled_from(("a", "b", "c")), min_size=1, max_size=3).map("/".join)
+TARGETS = st.lists(st.sampled_from(("a", "b", "c", "..", ".", "")), min_size=1, max_size=5).map("/".join)
+
+
+@example(links={"a/b": "..", "c": "a/b/../d"})
+@given(links=st.dictionaries(PATHS, TARGETS, max_size=5))
+def test_no_links_that_a_manifest_accepts_lead_out_of_its_folder(tmp_path_factory, links):
+    """Neither alone nor together: the kernel resolves each to a path below the folder (B1)."""
+    folder = tmp_path_factory.mktemp("x") / "ck"
+    folder.mkdir()
+    try:
+        manifest = Manifest(links=links)
+    except ValueError:
+        return
+
+    manifests.lay_links(manifest, Root.real(folder))
+
+    assert all((folder / path).resolve().is_relative_to(folder) for path in links if _ends(folder / path))
+
+
+def _ends(path):
+    """Return whether the links at *path* do not lead round in a circle, by the kernel."""
+    try:
+        path.stat()
+    except OSError as err:
+        return err.errno != errno.ELOOP
+    return True

@@ -11,9 +11,12 @@ from fakes.checkpoint_files import put
 from envscaler_agent.protocol import Control
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.sidecar.restore import restore
+from envscaler_airflow.sidecar.setup import copy_in, lay_out
 from envscaler_airflow.sidecar.snapshots import Snapshots
+from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs, WriteBack
 from envscaler_airflow.store import manifests
+from envscaler_airflow.store.archive import pack_workdir
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.manifests import TreeFile
 from envscaler_airflow.store.root import Place
@@ -257,6 +260,66 @@ def test_where_folders_were_is_remembered_where_the_training_cannot_write(make_b
     context = bench.restarted()
 
     assert context.place(tmp_path / "out/model") == Place(tmp_path / "out")
+
+
+def test_a_machine_s_cache_is_not_written_through_a_link(bench, tmp_path, secret):
+    """Neither is anything removed behind one (B1)."""
+    store = open_store("memory://links-cached/data")
+    store.write("inner/weights.bin", b"of the bucket")
+    folder = tmp_path / "machine/data"
+    folder.mkdir(parents=True)
+    (folder / "inner").symlink_to(secret.parent)
+    index = str(tmp_path / "machine/index.json")
+    mount = Mount(name="d", source=store.url, path=str(folder), read_only=True, index=index)
+
+    with pytest.raises(OSError, match="inner"):
+        copy_in(bench.context, mount)
+
+    assert secret.read_bytes() == SECRET
+
+
+@pytest.fixture
+def started(make_bench, store, tmp_path):
+    """Return a node that was set up, with its code and a folder of the sidecar's own."""
+    put(tmp_path / "code", {"train.py": b"print(1)"})
+    archive = pack_workdir(tmp_path / "code", scratch=tmp_path)
+    store.put_file(archive.name, archive.path)
+    layout = {"work": str(tmp_path / "w"), "workdir_archive": archive.name}
+    bench = make_bench(layout=layout | {"private_folder": str(tmp_path / "own")})
+    bench.owner_asks()
+    lay_out(bench.context)
+    return bench
+
+
+def test_a_training_that_removes_start_json_is_not_set_up_again(started, tmp_path, secret):
+    """A restarted sidecar would empty and fill folders where the training can put links by then (B1)."""
+    before = started.spool.start.read_bytes()
+    started.spool.start.unlink()
+    started.spool.sidecar.unlink()
+    (tmp_path / "w").rename(tmp_path / "gone")
+    (tmp_path / "w").symlink_to(secret.parent)
+
+    lay_out(started.restarted())
+
+    assert secret.read_bytes() == SECRET
+    assert started.spool.start.read_bytes() == before
+    assert (started.state.is_laid_out, list((tmp_path / "own").glob("*.tmp"))) == (True, [])
+
+
+def test_the_archive_of_the_code_is_fetched_through_no_link(make_bench, store, tmp_path, secret):
+    """The spool folder was replaced by a link: its archive has no name that a link could take (B1)."""
+    put(tmp_path / "code", {"train.py": b"print(1)"})
+    archive = pack_workdir(tmp_path / "code", scratch=tmp_path)
+    store.put_file(archive.name, archive.path)
+    bench = make_bench(layout={"work": str(tmp_path / "w"), "workdir_archive": archive.name})
+    bench.owner_asks()
+    (bench.spool.root / archive.name).symlink_to(secret)
+
+    lay_out(bench.context)
+
+    assert secret.read_bytes() == SECRET
+    assert (tmp_path / "w/train.py").read_bytes() == b"print(1)"
+    assert (bench.spool.root / archive.name).is_symlink()
 
 
 @pytest.mark.parametrize("depth", [3, 2, 1], ids=["file", "folder", "above"])
