@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 
 HOME = tempfile.TemporaryDirectory(prefix="envscaler-tests-")
@@ -16,6 +17,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Images set this. Each process that a test starts would then compile all that it imports: a start of Airflow
+# takes 3.7 s of CPU instead of 1.6 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 os.environ["AIRFLOW_HOME"] = HOME.name
 os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
