@@ -1,0 +1,594 @@
+"""The simulated cloud: machines that start late, run out, are lost, do not answer and return; and the bill.
+
+A cloud of one seed is like a cluster, which recreates lost nodes, or like plain machines, which are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from envscaler_airflow.backends.base import (
+    QUIET_S,
+    SILENT,
+    AttemptRequest,
+    AttemptStatus,
+    Backend,
+    Leftover,
+    ListsLeftovers,
+    NodeEnd,
+    ReplacesNodes,
+)
+from envscaler_airflow.errors import BackendError, CapacityError
+from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.run import Handle, NodeStatus
+from envscaler_airflow.run.cost import UsageInterval
+from tests.simulation.kernel import Machine, World
+
+NAME = "simulated"
+START_S = (20.0, 300.0)
+"""How long a machine takes to start, seconds. Chosen: a warm node, and a VM with an image pull."""
+AGAIN_S = 10.0
+"""Pause before a lost node is recreated, seconds. Source: the back-off of a Kubernetes Job."""
+SILENT_S = 600.0
+"""A machine that does not answer for this long is reported as silent, seconds. Chosen: as in Kubernetes."""
+UNSEEN_S = 40.0
+"""Until then it is still reported as running, seconds. Source: node-monitor-grace-period of Kubernetes."""
+NO_MACHINE_S = 600.0
+"""A node that waits this long for a machine is reported as without capacity, seconds. Chosen."""
+DRY_S = (600.0, 6 * 3600.0)
+"""How long an offer is sold out, seconds. Chosen."""
+
+Phase = Literal["pending", "starting", "running", "ended", "lost"]
+
+
+class Life(Protocol):
+    """What runs on a machine: ``tests.simulation.node.SimNode``."""
+
+    end: NodeEnd | None
+
+    def begin(self) -> None:
+        """Start sidecar and wrapper."""
+
+    def lose(self) -> None:
+        """Everything on the machine is gone."""
+
+    def cut_off(self, seconds: float) -> None:
+        """Leave it running without an answer of the store."""
+
+    def signal(self, grace_s: float) -> None:
+        """Ask it to stop within *grace_s*."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+NodeType = Callable[..., Life]
+
+
+@dataclass(eq=False)
+class Node:
+    """One machine that was requested for a node of an attempt: the truth.
+
+    Attributes:
+        attempt: What it belongs to.
+        node: Index.
+        number: Which machine of this index, from 1.
+        phase: Its true phase.
+        asked_at, began_at, ended_at: True times; billed from *began_at* to *ended_at*.
+        end: How it ended.
+        silent_from, silent_until: The cloud does not reach it from and until then.
+        is_given_up: It was deleted while it did not answer: no longer billed, and may still run.
+        is_doomed: It is killed as soon as it is reached again.
+        has_no_machine: It waits for capacity.
+        life: What runs on it; None before.
+    """
+
+    attempt: Attempt
+    node: int
+    number: int
+    offer: Offer
+    machine: Machine
+    asked_at: float
+    phase: Phase = "pending"
+    began_at: float | None = None
+    ended_at: float | None = None
+    end: NodeEnd | None = None
+    silent_from: float = math.inf
+    silent_until: float = -math.inf
+    is_given_up: bool = False
+    is_doomed: bool = False
+    has_no_machine: bool = False
+    life: Life | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True once it ended or was lost."""
+        return self.phase in ("ended", "lost")
+
+    @property
+    def name(self) -> str:
+        """``g1-a2-n0.3``."""
+        return f"{self.attempt.short}-n{self.node}.{self.number}"
+
+
+@dataclass(eq=False)
+class Attempt:
+    """What one ``submit`` made."""
+
+    name: str
+    short: str
+    request: AttemptRequest
+    handle: Handle
+    made_at: float
+    nodes: list[list[Node]] = field(default_factory=list)
+    is_stopped: bool = False
+    is_released: bool = False
+    released_at: float | None = None
+
+    @property
+    def all_nodes(self) -> Iterator[Node]:
+        """Every machine of it, ever."""
+        return (one for machines in self.nodes for one in machines)
+
+    @property
+    def is_over(self) -> bool:
+        """True when nothing of it runs or comes."""
+        return all(machines[-1].is_over for machines in self.nodes)
+
+
+class SimCloud:
+    """The truth.
+
+    Attributes:
+        attempts: By name.
+        offers: What is on offer.
+        skew_s: What its clock is ahead of the true time, seconds.
+        replaces: True for one that recreates lost nodes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        store: Any,
+        *,
+        offers: tuple[Offer, ...],
+        node_type: NodeType,
+        replaces: bool,
+        skew_s: float = 0.0,
+    ) -> None:
+        """Begin without machines; *store* is the simulated store."""
+        self.world = world
+        self.store = store
+        self.offers = offers
+        self.node_type = node_type
+        self.replaces = replaces
+        self.skew_s = skew_s
+        self.attempts: dict[str, Attempt] = {}
+        self.dry_until: dict[str, float] = {}
+        self.away_until = 0.0
+        self._machine = Machine("cloud")
+        self._machines = 0
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Every machine, ever."""
+        return [node for attempt in self.attempts.values() for node in attempt.all_nodes]
+
+    def client(self, machine: Machine) -> SimBackend:
+        """A client of one process on *machine*."""
+        return (ReplacingBackend if self.replaces else SimBackend)(self, machine)
+
+    def now(self) -> float:
+        """The cloud's clock, in whole seconds, as its timestamps have it."""
+        return float(int(self.world.now + self.skew_s))
+
+    # Machines
+
+    def start(self, request: AttemptRequest, name: str) -> Attempt:
+        """Make the machines of an attempt."""
+        short = f"g{request.generation}-a{request.attempt}"
+        handle = Handle(NAME, name, {"uid": str(len(self.attempts) + 1)})
+        attempt = Attempt(name, short, request, handle, self.world.now)
+        self.attempts[name] = attempt
+        for node in range(request.allocation.nodes):
+            attempt.nodes.append([])
+            self._add(attempt, node, after_s=0.0)
+        return attempt
+
+    def _add(self, attempt: Attempt, index: int, *, after_s: float) -> None:
+        world, random = self.world, self.world.stream("machines")
+        self._machines += 1
+        skew = random.choice((0.0, 0.0, random.uniform(-200.0, 200.0)))
+        offer = attempt.request.allocation.offer_of(index)
+        number = len(attempt.nodes[index]) + 1
+        machine = Machine(f"m{self._machines}", skew, world.now - 100.0)
+        node = Node(attempt, index, number, offer, machine, world.now)
+        attempt.nodes[index].append(node)
+        world.spawn(
+            "cloud",
+            lambda: self._bring_up(node),
+            machine=self._machine,
+            after_s=after_s,
+            name=f"cloud/{node.name}",
+        )
+
+    def _bring_up(self, node: Node) -> None:
+        """Find a machine, start it, and let it be lost if that is its fate."""
+        world, random = self.world, self.world.stream("machines")
+        while self._is_dry(node.offer):
+            node.has_no_machine = True
+            world.sleep(60.0)
+            if node.is_over:
+                return
+        node.has_no_machine = False
+        if node.is_over:
+            return
+        node.phase = "starting"
+        node.began_at = world.now
+        start_s = START_S[0] * (START_S[1] / START_S[0]) ** random.random()
+        world.sleep(start_s * (10.0 if world.strikes("slow-start", node.name) else 1.0))
+        if node.is_over:
+            return
+        node.phase = "running"
+        node.life = self.node_type(
+            world, self.store, node.attempt.request, node.node, node.machine, lambda: self._ended(node)
+        )
+        world.note(f"{node.name} runs on {node.machine.name}", who="cloud")
+        node.life.begin()
+        self._plan_deadline(node)
+        self._plan_fate(node)
+
+    def _is_dry(self, offer: Offer) -> bool:
+        return self.world.now < self.dry_until.get(offer.name, 0.0)
+
+    def _plan_deadline(self, node: Node) -> None:
+        deadline_s = node.attempt.request.deadline_s
+        if deadline_s is not None and node.began_at is not None and deadline_s < 7 * 86400.0:
+            after_s = max(0.0, deadline_s - (self.world.now - node.began_at))
+            self._later(after_s, lambda: self._expire(node), f"deadline of {node.name}")
+
+    def _expire(self, node: Node) -> None:
+        if node.is_over or node.life is None:
+            return
+        grace_s = node.attempt.request.grace_s
+        self.world.note(f"{node.name} reached its own deadline", who="cloud")
+        node.life.signal(grace_s)
+        end = NodeEnd(None, 9, "deadline-exceeded", "the machine's own deadline")
+        self._later(grace_s, lambda: self._kill(node, end), f"end of {node.name}")
+
+    def _plan_fate(self, node: Node) -> None:
+        world, random = self.world, self.world.stream("fates")
+        if node.offer.capacity_type == "spot" and world.strikes("preempt", node.name):
+            self._later(random.expovariate(1 / 3600.0), lambda: self._preempt(node), f"spot of {node.name}")
+        if world.strikes("hardware", node.name):
+            self._later(random.expovariate(1 / 7200.0), lambda: self.lose(node), f"disk of {node.name}")
+        if world.strikes("cut-off", node.name):
+            lasts = random.choice((60.0, 300.0, 1200.0, 4000.0)) * random.uniform(0.5, 1.5)
+            at = random.expovariate(1 / 3600.0)
+            self._later(at, lambda: self.cut_off(node, lasts), f"network of {node.name}")
+
+    def _later(self, after_s: float, act: Callable[[], object], name: str) -> None:
+        self.world.spawn("cloud", act, machine=self._machine, after_s=after_s, name=f"cloud/{name}")
+
+    def _preempt(self, node: Node) -> None:
+        """Take a spot machine back; a storm takes all of its type."""
+        victims = [node]
+        if self.world.strikes("storm", node.offer.name):
+            victims = [one for one in self.nodes if one.offer == node.offer and not one.is_over]
+        if self.world.strikes("sold-out", node.offer.name):
+            self.sell_out(node.offer)
+        for victim in victims:
+            if victim.is_over or victim.life is None:
+                continue
+            if self.world.stream("fates").random() < 0.5:
+                self.world.note(f"{victim.name} gets the notice of its preemption", who="cloud")
+                victim.life.signal(30.0)
+                self._later(30.0, lambda victim=victim: self.lose(victim), f"preemption of {victim.name}")
+            else:
+                self.lose(victim)
+
+    def sell_out(self, offer: Offer) -> None:
+        """Let no machine of *offer* be available for a while."""
+        lasts = self.world.stream("fates").uniform(*DRY_S)
+        self.dry_until[offer.name] = max(self.dry_until.get(offer.name, 0.0), self.world.now + lasts)
+        self.world.note(f"{offer.name} is sold out for {lasts:.0f} s", who="cloud")
+
+    def lose(self, node: Node) -> None:
+        """The machine is gone."""
+        if node.is_over:
+            return
+        self.world.note(f"{node.name} is lost", who="cloud")
+        if node.life is not None:
+            node.life.lose()
+        self._over(node, "lost", None)
+        if self.replaces and not node.attempt.is_stopped and not node.is_given_up:
+            self._add(node.attempt, node.node, after_s=AGAIN_S)
+
+    def cut_off(self, node: Node, seconds: float) -> None:
+        """Cut the machine off: neither cloud nor store reach it; it runs on and comes back."""
+        if node.is_over or node.life is None:
+            return
+        world = self.world
+        world.note(f"{node.name} is cut off for {seconds:.0f} s", who="cloud")
+        node.silent_from, node.silent_until = world.now, world.now + seconds
+        if world.stream("fates").random() < 0.7:  # else only the cloud does not reach it
+            node.life.cut_off(seconds)
+        self._later(seconds, lambda: self._reached(node), f"return of {node.name}")
+
+    def _reached(self, node: Node) -> None:
+        if node.is_doomed and self.world.now >= node.silent_until:
+            self._kill(node, NodeEnd(None, 9, "killed", "killed once it was reached"))
+
+    def is_silent(self, node: Node) -> bool:
+        """True while the cloud does not reach it."""
+        return node.silent_from <= self.world.now < node.silent_until
+
+    def _ended(self, node: Node) -> None:
+        """What runs on the machine ended by itself."""
+        if node.is_over or node.life is None:
+            return
+        end = node.life.end or NodeEnd(None, 9, "killed")
+        self._over(node, "ended", end)
+        if end.reason not in ("succeeded", "drained", "stopped", "orphaned") and self.replaces:
+            node.attempt.is_stopped = True  # as a Job that has failed stops its other pods
+            for machines in node.attempt.nodes:
+                self.stop_node(machines[-1], node.attempt.request.grace_s)
+
+    def _kill(self, node: Node, end: NodeEnd) -> None:
+        if node.is_over:
+            return
+        if self.is_silent(node):
+            node.is_doomed = True
+            return
+        if node.life is not None:
+            node.life.kill()
+        self._over(node, "ended", end)
+
+    def _over(self, node: Node, phase: Phase, end: NodeEnd | None) -> None:
+        if node.is_over:
+            return
+        node.phase, node.end = phase, end
+        if node.ended_at is None:
+            node.ended_at = self.world.now
+        words = phase if end is None else f"{phase}: {end.reason} {end.detail}"
+        self.world.note(f"{node.name} {words}".rstrip(), who="cloud")
+
+    def stop_node(self, node: Node, grace_s: float) -> None:
+        """Ask a machine to stop, and kill it after *grace_s*."""
+        if node.is_over:
+            return
+        if node.life is None:
+            self._over(node, "ended", NodeEnd(None, None, "stopped", "before it ran"))
+            return
+        if grace_s > 0:
+            if not self.is_silent(node):
+                node.life.signal(grace_s)
+            end = NodeEnd(None, 9, "killed", "the grace is over")
+            self._later(grace_s, lambda: self._kill(node, end), f"grace of {node.name}")
+        else:
+            self._kill(node, NodeEnd(None, 9, "killed", "at once"))
+
+    def stop(self, attempt: Attempt, grace_s: float) -> None:
+        """Stop an attempt: no node of it is recreated."""
+        attempt.is_stopped = True
+        for node in list(attempt.all_nodes):
+            self.stop_node(node, grace_s)
+
+    def give_up(self, node: Node) -> None:
+        """Delete a machine that does not answer, and recreate it; what runs there may run on."""
+        node.is_given_up = node.is_doomed = True
+        node.ended_at = self.world.now  # no longer billed
+        self.world.note(f"{node.name} is deleted without its answer", who="cloud")
+        if not node.attempt.is_stopped:
+            self._add(node.attempt, node.node, after_s=AGAIN_S)
+
+    def release(self, attempt: Attempt) -> None:
+        """Forget an attempt that is over."""
+        if attempt.is_over and not attempt.is_released:
+            attempt.is_released = True
+            attempt.released_at = self.world.now
+
+    def remove(self, attempt: Attempt) -> None:
+        """Kill and forget."""
+        self.stop(attempt, 0.0)
+        attempt.is_released = True
+        attempt.released_at = self.world.now
+
+    # What it reports
+
+    def seen(self, node: Node) -> NodeStatus:
+        """State of one node, as the cloud sees it."""
+        index = node.node
+        if node.phase == "lost":
+            return NodeStatus(index, "lost", reason="killed", detail="the machine is gone")
+        if node.phase == "ended" and node.end is not None:
+            return replace(node.end.of_node(index))
+        if self.is_silent(node):
+            silent_s = self.world.now - node.silent_from
+            if silent_s >= SILENT_S:
+                return NodeStatus(index, "lost", reason=SILENT, detail="its machine does not answer")
+            if silent_s >= UNSEEN_S:
+                return NodeStatus(index, "unknown", detail="its machine does not answer")
+        if node.phase == "pending":
+            waits = self.world.now - node.asked_at
+            reason = "capacity" if node.has_no_machine and waits >= NO_MACHINE_S else "scheduling"
+            return NodeStatus(index, "pending", reason=reason, detail="waits for a machine")
+        if node.phase == "starting":
+            return NodeStatus(index, "starting", reason="pulling")
+        return NodeStatus(index, "running")
+
+    def interval(self, node: Node) -> UsageInterval | None:
+        """Billed time of one machine, by the cloud's clock in whole seconds; None if it never began."""
+        if node.began_at is None:
+            return None
+        ended = node.ended_at
+        end = None if ended is None else float(int(ended + self.skew_s))
+        return UsageInterval(node.node, float(int(node.began_at + self.skew_s)), end, self.now())
+
+
+class SimBackend:
+    """The cloud as one process sees it: :class:`~envscaler_airflow.backends.base.Backend`."""
+
+    name = NAME
+
+    def __init__(self, cloud: SimCloud, machine: Machine) -> None:
+        """See *cloud* from *machine*."""
+        self.cloud = cloud
+        self.machine = machine
+        self._shown: dict[str, tuple[float, AttemptStatus]] = {}
+
+    def offers(self) -> tuple[Offer, ...]:
+        """See :meth:`Backend.offers`."""
+        self._ask("offers")
+        return self.cloud.offers
+
+    def render(self, request: AttemptRequest) -> dict[str, Any]:
+        """See :meth:`Backend.render`."""
+        return {"name": _name(request)}
+
+    def submit(self, request: AttemptRequest) -> Handle:
+        """See :meth:`Backend.submit`."""
+        name = _name(request)
+        self._ask(f"submit {name}")
+        cloud, world = self.cloud, self.cloud.world
+        if world.strikes("cloud-late", f"submit {name}"):
+            after_s = world.stream("cloud-late").uniform(1.0, 90.0)
+            cloud._later(
+                after_s, lambda: name in cloud.attempts or cloud.start(request, name), f"late {name}"
+            )
+            raise BackendError(f"submit {name}: no answer in time", transient=True)
+        attempt = cloud.attempts.get(name)
+        if attempt is None:
+            for part in request.allocation.parts:
+                if world.strikes("sold-out", part.offer.name):
+                    cloud.sell_out(part.offer)
+                if cloud._is_dry(part.offer) and world.stream("fates").random() < 0.5:
+                    raise CapacityError(f"{part.offer.name}: InsufficientInstanceCapacity")
+            attempt = cloud.start(request, name)
+        if attempt.is_released:
+            raise BackendError(f"{name}: this attempt has ended and was released")
+        self._answer(f"submit {name}")
+        return attempt.handle
+
+    def find(self, request: AttemptRequest) -> Handle | None:
+        """See :meth:`Backend.find`."""
+        self._ask(f"find {_name(request)}")
+        found = self.cloud.attempts.get(_name(request))
+        return None if found is None or found.is_released else found.handle
+
+    def observe(self, handle: Handle) -> AttemptStatus:
+        """See :meth:`Backend.observe`."""
+        self._ask(f"observe {handle.name}")
+        cloud, world = self.cloud, self.cloud.world
+        at, shown = self._shown.get(handle.name, (-math.inf, None))
+        if shown is not None and world.now - at < 60.0 and world.strikes("cloud-stale", handle.name):
+            return shown
+        attempt = self._attempt(handle)
+        if attempt.is_released:
+            nodes = range(len(attempt.nodes))
+            return AttemptStatus(tuple(NodeStatus(node, "lost", reason="killed") for node in nodes))
+        if world.strikes("cloud-unknown", handle.name):
+            return AttemptStatus(tuple(NodeStatus(node, "unknown") for node in range(len(attempt.nodes))))
+        status = AttemptStatus(tuple(cloud.seen(machines[-1]) for machines in attempt.nodes))
+        self._shown[handle.name] = (world.now, status)
+        return status
+
+    def stop(self, handle: Handle, *, grace_s: float) -> None:
+        """See :meth:`Backend.stop`."""
+        self._ask(f"stop {handle.name}")
+        attempt = self.cloud.attempts.get(handle.name)
+        if attempt is not None:
+            self.cloud.stop(attempt, grace_s)
+        self._answer(f"stop {handle.name}")
+
+    def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
+        """See :meth:`Backend.usage`."""
+        self._ask(f"usage {handle.name}")
+        found = (self.cloud.interval(node) for node in self._attempt(handle).all_nodes)
+        return tuple(one for one in found if one is not None)
+
+    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
+        """See :meth:`Backend.logs`: nothing is kept."""
+        del handle, since
+        return iter(())
+
+    def release(self, handle: Handle) -> None:
+        """See :meth:`Backend.release`."""
+        self._ask(f"release {handle.name}")
+        self.cloud.release(self._attempt(handle))
+        self._answer(f"release {handle.name}")
+
+    def leftovers(self, store_url: str) -> Iterator[Leftover]:
+        """See :meth:`ListsLeftovers.leftovers`."""
+        self._ask("leftovers")
+        for attempt in list(self.cloud.attempts.values()):
+            request = attempt.request
+            if attempt.is_released or request.store_url != store_url:
+                continue
+            yield Leftover(
+                attempt.handle,
+                request.run_prefix,
+                request.generation,
+                request.attempt,
+                self.cloud.world.now - attempt.made_at,
+                not attempt.is_over,
+            )
+
+    def remove(self, handle: Handle) -> None:
+        """See :meth:`ListsLeftovers.remove`."""
+        self._ask(f"remove {handle.name}")
+        self.cloud.remove(self._attempt(handle))
+        self._answer(f"remove {handle.name}")
+
+    def _attempt(self, handle: Handle) -> Attempt:
+        found = self.cloud.attempts.get(handle.name)
+        if found is None:
+            raise BackendError(f"{handle.name}: was never started here")
+        return found
+
+    def _ask(self, what: str) -> None:
+        world = self.cloud.world
+        world.point(what)
+        if world.strikes("cloud-slow", what):
+            world.sleep(world.stream("cloud-slow").uniform(1.0, 90.0))
+        if world.strikes("cloud-away", what):
+            lasts = 30.0 * 240.0 ** world.stream("cloud-away").random()
+            self.cloud.away_until = max(self.cloud.away_until, world.now + lasts)
+            world.note(f"the cloud does not answer for {lasts:.0f} s")
+        if world.now < self.cloud.away_until or world.strikes("cloud-refuse", what):
+            raise BackendError(f"{what}: no answer", transient=True)
+
+    def _answer(self, what: str) -> None:
+        self.cloud.world.point(f"answer to {what}")
+        if self.cloud.world.strikes("cloud-lost-answer", what):
+            raise BackendError(f"{what}: no answer", transient=True)
+
+
+class ReplacingBackend(SimBackend):
+    """The same, for a cloud that recreates lost nodes."""
+
+    def replace_nodes(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
+        """See :meth:`ReplacesNodes.replace_nodes`."""
+        self._ask(f"replace nodes of {handle.name}")
+        found = []
+        for machines in self._attempt(handle).nodes:
+            node, status = machines[-1], self.cloud.seen(machines[-1])
+            is_silent = status.state == "lost" and status.reason == SILENT
+            if is_silent and quiet_s.get(node.node, 0.0) >= QUIET_S:
+                self.cloud.give_up(node)
+                found.append(node.name)
+        self._answer(f"replace nodes of {handle.name}")
+        return tuple(found)
+
+
+def _name(request: AttemptRequest) -> str:
+    return f"{request.run_prefix}/g{request.generation}-a{request.attempt}"
+
+
+if TYPE_CHECKING:
+    _backend: Callable[[SimBackend], Backend] = lambda one: one  # noqa: E731
+    _replaces: Callable[[ReplacingBackend], ReplacesNodes] = lambda one: one  # noqa: E731
+    _lists: Callable[[SimBackend], ListsLeftovers] = lambda one: one  # noqa: E731
