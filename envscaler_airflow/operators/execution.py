@@ -46,10 +46,9 @@ from envscaler_airflow.store.lease import (
     read_task_log,
     write_task_log,
 )
-from envscaler_airflow.store.logs import CLAIM_CHUNKS
+from envscaler_airflow.store.logs import CLAIM_CHUNKS, labelled, read_lines
 from envscaler_airflow.store.run import RESULT
 from envscaler_airflow.triggers.stage_trigger import settle_s
-from envscaler_airflow.triggers.tail import labelled, read_lines
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

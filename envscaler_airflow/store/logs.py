@@ -1,16 +1,25 @@
-"""Read the output of an attempt's nodes from closed chunks in the store."""
+"""Read the output of an attempt's nodes from closed chunks in the store, and follow it without repeats."""
 
 from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 from envscaler_agent import protocol
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
+from envscaler_airflow.store.lease import BEGIN, RENEW_EVERY_S, Cursor, log_key, read_task_log, write_task_log
+from envscaler_airflow.store.run import Run
 
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk read, bytes. Chosen: four times the largest that is written."""
 CLAIM_CHUNKS = 10**9
 """Positions that a cursor reserves for the chunks of one claim. Chosen: one each 10 s for 300 years."""
+LINE_BYTES = 4096
+"""Longest line shown, bytes. Chosen: Airflow's log view wraps far below."""
 
 
 def read_logs(
@@ -62,3 +71,101 @@ def _is_replaced(run: Store, attempt: tuple[int, int], node: int, claim: int) ->
     """True when another pod has claimed the node since."""
     generation, number = attempt
     return newest_claim(run, generation=generation, attempt=number, node=node, known=claim) > claim
+
+
+class Shown(NamedTuple):
+    """Lines of one node, ready to be logged."""
+
+    node: int
+    lines: list[str]
+
+
+class Tail:
+    """Shows the training's output in the trigger's own log, and renews the lease.
+
+    It begins where the execution before it ended, and continues over a restart of the triggerer. It
+    advances the position in the store before it returns the lines. A triggerer that dies in between
+    therefore shows no line twice, and the next execution writes all of them.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        attempt: tuple[int, int],
+        nodes: int,
+        holder: str,
+        monotonic: Callable[[], float],
+    ) -> None:
+        """Follow *attempt* of *run*; *holder* renews the lease."""
+        self._run = run
+        self._attempt = attempt
+        self._nodes = nodes
+        self._holder = holder
+        self._monotonic = monotonic
+        self._renewed: float | None = None
+
+    def read(self, *, budget: int, ages: Mapping[str, float] | None = None) -> list[Shown]:
+        """Return complete new lines, at most *budget* bytes over all nodes; renew the lease if it is due.
+
+        Raises:
+            StoreError: The store cannot be read or written; nothing was shown.
+        """
+        log, found = read_task_log(self._run), []
+        shown = dict(log.shown)
+        for node in range(self._nodes):
+            key = log_key(self._attempt, node)
+            shown_node, shown[key], used = read_lines(
+                self._run,
+                attempt=self._attempt,
+                node=node,
+                cursor=shown.get(key, BEGIN),
+                budget=max(0, budget),
+            )
+            budget -= used
+            found += [shown_node] if used else []
+        if found:
+            write_task_log(self._run, replace(log, shown=shown, host=platform.node()))
+        if self._is_due():
+            self._run.lease.renew(holder=self._holder, ages=ages)
+            self._renewed = self._monotonic()
+        return found
+
+    def _is_due(self) -> bool:
+        return self._renewed is None or self._monotonic() - self._renewed >= RENEW_EVERY_S
+
+
+def read_lines(
+    run: Run, *, attempt: tuple[int, int], node: int, cursor: Cursor, budget: int
+) -> tuple[Shown, Cursor, int]:
+    """Return complete lines of *node* from *cursor* on, the cursor after them, and their bytes.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    data, (chunk, offset) = read_logs(run, attempt=attempt, node=node, cursor=cursor, budget=budget)
+    data, offset = _whole_lines(data, offset)
+    if not data:
+        return Shown(node, []), cursor, 0
+    return Shown(node, _lines(data)), (chunk, offset), len(data)
+
+
+def _whole_lines(data: bytes, offset: int) -> tuple[bytes, int]:
+    """Return *data* without a last line that the budget cut, and that line's offset in its chunk."""
+    end = data.rfind(b"\n") + 1
+    cut = len(data) - end
+    if offset == 0 or end == 0 or cut > offset:
+        return data, offset  # the chunk's own end, or one line larger than the budget
+    return data[:end], offset - cut
+
+
+def _lines(data: bytes) -> list[str]:
+    """Return lines as a terminal would show them: of a progress bar's overwrites, only the last."""
+    rows = data.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
+    return [row.rstrip("\r").rpartition("\r")[2][:LINE_BYTES] for row in rows]
+
+
+def labelled(shown: Shown, *, nodes: int) -> list[str]:
+    """Return lines as they are logged: marked with the node if there are several."""
+    mark = f"[node {shown.node}] " if nodes > 1 else ""
+    return [mark + line for line in shown.lines]

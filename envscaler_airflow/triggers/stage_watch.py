@@ -23,7 +23,7 @@ from envscaler_airflow.run.narration import transfer_text
 from envscaler_airflow.store import Run
 from envscaler_airflow.store.events import event_name
 from envscaler_airflow.store.lease import SensorWatch
-from envscaler_airflow.triggers.tail import Shown, Tail, labelled
+from envscaler_airflow.store.logs import Shown, Tail, labelled
 
 LOG_BYTES_PER_LOOK = 64 << 10
 """Most of the training's output shown at each poll, bytes. Chosen: 45 MB of task log an hour at most."""

@@ -12,9 +12,9 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store import check_store, open_store
 from envscaler_airflow.store.lease import TaskLog, read_task_log, write_task_log
+from envscaler_airflow.store.logs import Tail, labelled
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.scripted_backend import cpu_offer
-from envscaler_airflow.triggers.tail import Tail, labelled
 
 PREFIX = "d/dag/run/train/-1"
 

@@ -21,13 +21,13 @@ from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import NewOwner, read_body
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
 from envscaler_airflow.store.lease import SensorLease, SensorWatch, read_task_log
+from envscaler_airflow.store.logs import Tail
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
 from envscaler_airflow.triggers import stage_trigger as stage_module
 from envscaler_airflow.triggers import stage_watch as look_module
 from envscaler_airflow.triggers.stage_trigger import StageTrigger, settle_s
 from envscaler_airflow.triggers.stage_watch import StageWatcher
-from envscaler_airflow.triggers.tail import Tail
 
 KEY = RunKey("deployment", "dag", "run", "train")
 OWNER = Actor("ti-1", 1, 3)
