@@ -13,8 +13,9 @@ from envscaler_agent import __version__ as __version__
 if TYPE_CHECKING:
     from envscaler_airflow.hooks.checkpoint import CheckpointHook as CheckpointHook
     from envscaler_airflow.hooks.pricing import CloudPricingHook as CloudPricingHook
+    from envscaler_airflow.operators.clean_up import PruneOperator as PruneOperator
+    from envscaler_airflow.operators.clean_up import ReapOperator as ReapOperator
     from envscaler_airflow.operators.params import spec_params as spec_params
-    from envscaler_airflow.operators.reap_operator import ReapOperator as ReapOperator
     from envscaler_airflow.operators.stage import EnvStageOperator as EnvStageOperator
     from envscaler_airflow.sensors.scaling import ScalingSensor as ScalingSensor
 
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointHook",
     "CloudPricingHook",
     "EnvStageOperator",
+    "PruneOperator",
     "ReapOperator",
     "ScalingSensor",
     "__version__",
@@ -33,7 +35,8 @@ _HOMES = {
     "CheckpointHook": "envscaler_airflow.hooks.checkpoint",
     "CloudPricingHook": "envscaler_airflow.hooks.pricing",
     "EnvStageOperator": "envscaler_airflow.operators.stage",
-    "ReapOperator": "envscaler_airflow.operators.reap_operator",
+    "PruneOperator": "envscaler_airflow.operators.clean_up",
+    "ReapOperator": "envscaler_airflow.operators.clean_up",
     "ScalingSensor": "envscaler_airflow.sensors.scaling",
     "spec_params": "envscaler_airflow.operators.params",
 }
@@ -63,7 +66,7 @@ def get_provider_info() -> dict[str, Any]:
         "name": name,
         "description": "Machine-learning stages from one environment spec, right-sized and resumable.",
         "integrations": [{"integration-name": name, "tags": ["software"]}],
-        "operators": _modules(name, "operators.stage", "operators.reap_operator"),
+        "operators": _modules(name, "operators.stage", "operators.clean_up"),
         "sensors": _modules(name, "sensors.scaling"),
         "triggers": _modules(name, "triggers.stage_trigger", "triggers.scaling_trigger"),
         "hooks": _modules(name, "hooks.checkpoint", "hooks.pricing", "hooks.prometheus"),

@@ -32,6 +32,7 @@ _PLACES = {
     "logs": "inspect:logs",
     "report": "inspect:report",
     "cancel": "cancel:cancel",
+    "prune": "cancel:prune",
     "explain": "inspect:explain",
     "simulate": "simulate:simulate",
     "demo": "demo:demo",

@@ -1,19 +1,21 @@
-"""``cancel``: ask the owner of a run to stop it, and stop what no owner watches."""
+"""``cancel``: ask the owner of a run to stop it, stop what no owner watches. ``prune``: remove old runs."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import click
 
 from envscaler_airflow.backends import backend_names
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.backends import shell_backend
-from envscaler_airflow.cli.common import output_option, store_option
+from envscaler_airflow.cli.common import duration_option, output_option, store_option
 from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.foreground import (
     SILENT_S,
@@ -26,11 +28,14 @@ from envscaler_airflow.cli.foreground import (
     write_owner,
 )
 from envscaler_airflow.cli.inspect import followed
-from envscaler_airflow.errors import BackendError, RunFailedError
+from envscaler_airflow.clouds import all_clouds
+from envscaler_airflow.errors import BackendError, RunFailedError, SpecError
 from envscaler_airflow.local_files import user_name
+from envscaler_airflow.owner.prune import OldRun
+from envscaler_airflow.owner.prune import prune as prune_runs
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Stage, StoppedError
-from envscaler_airflow.planning.amounts import duration_text
+from envscaler_airflow.planning.amounts import bytes_text, duration_text
 from envscaler_airflow.run import Actor, RunState
 from envscaler_airflow.run.event_bodies import NewOwner, Stopped
 from envscaler_airflow.store.base import Store
@@ -188,3 +193,75 @@ def await_end(
 def _signs(run: Run) -> tuple[int, int]:
     """What changes when an owner does anything."""
     return run.events.load().number, run.lease.known().counter
+
+
+LONGEST_DAYS = 30
+"""Days that a bucket's rule waits beyond ``--older-than``. Source: the longest deadline of a machine; a
+bucket deletes each object by its own age, and the first ones of a run that still trains may be that old."""
+
+
+@click.command()
+@click.option(
+    "--older-than",
+    "older_than_s",
+    callback=duration_option,
+    default="30d",
+    show_default=True,
+    metavar="AGE",
+    help="Only runs without any sign of an owner for so long.",
+)
+@click.option("--match", default="", help="Only runs whose name contains this text.")
+@click.option("--yes", is_flag=True, help="Remove them; without it they are only listed.")
+@click.option(
+    "--lifecycle",
+    is_flag=True,
+    help="Instead, print rules with which the bucket itself deletes old objects, 30 days later than this.",
+)
+@output_option
+@store_option
+def prune(
+    *, older_than_s: float, match: str, yes: bool, lifecycle: bool, as_json: bool, store: Store
+) -> None:
+    """List the runs of the store that ended long ago; with --yes, remove them.
+
+    A run stays if it may still train, or if a newer run names its outputs or checkpoints. A removal that was
+    interrupted is finished by the next call.
+    """
+    if lifecycle:
+        click.echo(json.dumps(_lifecycle(store.url, older_than_s), indent=2))
+        return
+    found = []
+    for old in prune_runs(
+        store, older_than_s=older_than_s, applies_to=lambda prefix: match in prefix, dry_run=not yes
+    ):
+        found.append(old)
+        if not as_json:
+            click.echo(_line(old))
+    if as_json:
+        click.echo(json.dumps({"dry_run": not yes, "runs": [asdict(old) for old in found]}))
+        return
+    gone = [old for old in found if not old.kept]
+    total = f"{sum(old.objects for old in gone)} objects, {bytes_text(sum(old.size_bytes for old in gone))}"
+    click.echo(f"{len(gone)} runs, {total}: {'removed' if yes else 'removed by --yes'}")
+
+
+def _line(old: OldRun) -> str:
+    if old.kept:
+        return f"{old.prefix}: {old.reason}; kept: {old.kept}"
+    outputs = f"; outputs: {', '.join(old.outputs)}" if old.outputs else ""
+    return f"{old.prefix}: {old.reason}; {old.objects} objects, {bytes_text(old.size_bytes)}{outputs}"
+
+
+def _lifecycle(url: str, older_than_s: float) -> Mapping[str, Any]:
+    """Rules for the bucket of the store at *url*.
+
+    Raises:
+        SpecError: The store is not in a bucket of a cloud whose rules are known.
+    """
+    scheme, _, place = url.partition("://")
+    rules = {name: cloud.lifecycle for cloud in all_clouds().values() for name in cloud.schemes}
+    if (render := rules.get(scheme)) is None:
+        known = ", ".join(f"{name}://" for name, one in rules.items() if one is not None)
+        raise SpecError(f"--lifecycle: {url} is in no bucket whose rules are known; they are for {known}")
+    prefix = place.partition("/")[2].rstrip("/")
+    return render(f"{prefix}/" if prefix else "", math.ceil(older_than_s / 86_400) + LONGEST_DAYS)

@@ -17,7 +17,7 @@ from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.local_files import data_folder, user_name
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
-from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run import Run, run_prefixes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -139,14 +139,6 @@ def find_run(store: Store, text: str) -> Run:
 def _ends(prefix: str, wanted: list[str]) -> bool:
     parts = prefix.split("/")
     return any(parts[start : start + len(wanted)] == wanted for start in range(len(parts)))
-
-
-def run_prefixes(store: Store) -> list[str]:
-    """Every run of the store, sorted."""
-    level = [""]
-    for _ in range(5):
-        level = [f"{here}/{child}".lstrip("/") for here in level for child in store.children(here)]
-    return sorted(prefix for prefix in level if prefix.count("/") == 4)
 
 
 class Group(click.Group):

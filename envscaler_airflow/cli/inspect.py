@@ -14,7 +14,6 @@ from envscaler_airflow.cli.common import (
     duration_option,
     find_run,
     output_option,
-    run_prefixes,
     store_option,
 )
 from envscaler_airflow.cli.follow import OutputReader, marked
@@ -28,7 +27,7 @@ from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import explain as in_words
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run import Run, run_prefixes
 
 
 @click.command()
@@ -60,8 +59,8 @@ def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
 POLL_S = 2.0
 """How often ``logs -f`` looks, seconds. Chosen: chunks are closed every 10 s."""
 STATUSES = (
-    "active", "starting", "orphaned", "failed to start", "succeeded", "failed", "stopped", "container",
-    "unreadable", "none",
+    "active", "starting", "orphaned", "failed to start", "succeeded", "failed", "stopped", "pruned",
+    "container", "unreadable", "none",
 )  # fmt: skip
 """What the status of a run can be in a list."""
 

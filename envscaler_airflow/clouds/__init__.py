@@ -122,6 +122,10 @@ def usd_of(value: object, *, currency: object = "USD") -> float | None:
     return number if 0 < number < math.inf else None
 
 
+UNFINISHED_DAYS = 7
+"""Days after which a bucket's rules drop an unfinished upload, or an overwritten or deleted version. Chosen:
+no upload takes a week, and until then a mistake can be undone."""
+
 GROUP = "envscaler_airflow.clouds"
 """Entry points of :class:`Cloud` objects."""
 
@@ -178,6 +182,8 @@ class Cloud:
         tariff: Charges in addition to the price of a machine.
         refusals: Error codes for missing capacity and for exceeded quotas.
         schemes: URL schemes of its object store.
+        lifecycle: Rules, as the cloud's own tool reads them, by which a bucket deletes objects below a prefix
+            after so many days, and what no reader sees: unfinished uploads and old versions.
         burstable: Matches names of instance types that share or throttle their vCPUs.
         attached: Combines hosts with GPUs that are sold separately, as types without a name; None if the
             cloud sells none so.
@@ -189,6 +195,7 @@ class Cloud:
     tariff: Tariff = UNKNOWN_TARIFF
     refusals: Refusals = field(default_factory=dict)
     schemes: tuple[str, ...] = ()
+    lifecycle: Callable[[str, int], Mapping[str, Any]] | None = None
     burstable: re.Pattern[str] | None = None
     attached: Callable[[Types, Types], Types] | None = None
     provider_id: str | None = None

@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from envscaler_airflow.clouds import (
+    UNFINISHED_DAYS,
     Access,
     Cloud,
     Commitment,
@@ -278,6 +279,25 @@ def _zones(api: Any) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(zones)) for name, zones in found.items()}
 
 
+def lifecycle(prefix: str, days: int) -> dict[str, Any]:
+    """Rules for ``aws s3api put-bucket-lifecycle-configuration``; see :attr:`Cloud.lifecycle`.
+
+    Source: Amazon S3 API reference, *PutBucketLifecycleConfiguration*.
+    """
+    rules: dict[str, dict[str, Any]] = {
+        "envscaler-old-runs": {"Expiration": {"Days": days}},
+        "envscaler-old-versions": {
+            "NoncurrentVersionExpiration": {"NoncurrentDays": UNFINISHED_DAYS},
+            "Expiration": {"ExpiredObjectDeleteMarker": True},
+        },
+        "envscaler-unfinished-uploads": {
+            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": UNFINISHED_DAYS}
+        },
+    }
+    common = {"Status": "Enabled", "Filter": {"Prefix": prefix}}
+    return {"Rules": [{"ID": name, **common, **rule} for name, rule in rules.items()]}
+
+
 CLOUD = Cloud(
     name="aws",
     tariff=Tariff(
@@ -296,6 +316,7 @@ CLOUD = Cloud(
         "InstanceLimitExceeded": ("quota", "offer"),
     },
     schemes=("s3",),
+    lifecycle=lifecycle,
     burstable=re.compile(r"t\d"),
     provider_id="aws",
     prices=PriceSource(open=AwsPrices, regions=("us-east-1",), conn_type="aws", conn_id="aws_default"),

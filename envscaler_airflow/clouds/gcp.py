@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from envscaler_airflow.clouds import (
+    UNFINISHED_DAYS,
     Access,
     Cloud,
     Commitment,
@@ -242,6 +243,22 @@ def _sum(host: float | None, gpu: float | None) -> float | None:
     return None if host is None or gpu is None else round(host + gpu, 9)
 
 
+def lifecycle(prefix: str, days: int) -> dict[str, Any]:
+    """Rules for ``gcloud storage buckets update --lifecycle-file``; see :attr:`Cloud.lifecycle`.
+
+    Source: Cloud Storage, *Object Lifecycle Management*.
+    """
+    below = {"matchesPrefix": [prefix]} if prefix else {}
+    rules = [
+        ("Delete", {"age": days}),
+        ("Delete", {"daysSinceNoncurrentTime": UNFINISHED_DAYS}),
+        ("AbortIncompleteMultipartUpload", {"age": UNFINISHED_DAYS}),
+    ]
+    return {
+        "lifecycle": {"rule": [{"action": {"type": kind}, "condition": when | below} for kind, when in rules]}
+    }
+
+
 CLOUD = Cloud(
     name="gcp",
     tariff=Tariff(
@@ -256,6 +273,7 @@ CLOUD = Cloud(
         "QUOTA_EXCEEDED": ("quota", "family"),
     },
     schemes=("gs", "gcs"),
+    lifecycle=lifecycle,
     burstable=re.compile(r"e2-(micro|small|medium)|f1-|g1-"),
     provider_id="gce",
     attached=attached,

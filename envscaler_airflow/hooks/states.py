@@ -35,3 +35,12 @@ def why_over(key: RunKey) -> str | None:
         return None
     state = task_state(key.dag_id, key.run_id, key.task_id, key.map_index)
     return f"its task is {state} in Airflow" if state in OVER else None
+
+
+def why_gone(key: RunKey) -> str | None:
+    """Return why the run's task cannot be cleared any more; None if it can, or if the run has no task."""
+    from envscaler_airflow.store.keys import SHELL_DAG  # noqa: PLC0415  (triggers do without)
+
+    if key.dag_id == SHELL_DAG or task_states(key.dag_id, key.run_id, key.task_id, key.map_index):
+        return None
+    return "its DAG run was deleted in Airflow"

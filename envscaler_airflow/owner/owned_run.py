@@ -9,10 +9,12 @@ from typing import Any
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.stage import Stage, SupersededError
 from envscaler_airflow.run import Actor, AttemptState, RunState, fold
 from envscaler_airflow.run.event_bodies import KnownBody
+from envscaler_airflow.store.events import FOLDER as EVENTS
 from envscaler_airflow.store.run import Run
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,16 @@ class OwnedRun:
     def is_ours(self, state: RunState) -> bool:
         """Return True if the last ``owner`` event names this try."""
         return self.actor.is_try_of(state.owner)
+
+    def check_whole(self, state: RunState) -> None:
+        """Raise a transient StoreError while the run is being removed from the store."""
+        is_headless = state.number == 0 and bool(self.run.children(EVENTS))  # its first events are deleted
+        if state.status == "pruned" or is_headless:
+            raise StoreError(
+                f"run {self.run.prefix} is being removed from the store; retry, and if that does not help, "
+                "finish the removal with `envscaler prune --yes`",
+                transient=True,
+            )
 
     def check_owner(self, state: RunState) -> None:
         """Raise SupersededError if another try owns the run."""

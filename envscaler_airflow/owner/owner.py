@@ -131,6 +131,7 @@ class Owner:
         self._check_newest(self.owned.run.events.load())
 
     def _check_newest(self, state: RunState) -> None:
+        self.owned.check_whole(state)
         entry = enter(state, self.owned.actor)
         if entry.kind == "superseded":
             raise SupersededError(f"run {self.owned.run.prefix}: {entry.reason}; it does nothing")
@@ -201,6 +202,7 @@ class Owner:
         if state.begun_at is not None:
             self.owned.stage = self.owned.stage.since(state.begun_at)
         while True:
+            self.owned.check_whole(state)
             self.owned.check_owner(state)
             state = self._releaser.release_all(state)
             if state.status in ("succeeded", "failed", "stopped"):

@@ -346,6 +346,14 @@ class Accepted(OfRun):
     type: Literal["accepted"] = "accepted"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneIntended(Record):
+    """The run is removed from the store: no later event counts, and no owner acts."""
+
+    type: Literal["prune-intended"] = "prune-intended"
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Unknown(Record):
     """An event of a newer version: kept, and it changes nothing but what the owner dares to do."""
@@ -372,7 +380,17 @@ AttemptBody = (
     | Changed
     | ChangeUndone
 )
-RunBody = NewGeneration | NewOwner | MoveRefused | Succeeded | Failed | Stopped | Delivered | Accepted
+RunBody = (
+    NewGeneration
+    | NewOwner
+    | MoveRefused
+    | Succeeded
+    | Failed
+    | Stopped
+    | Delivered
+    | Accepted
+    | PruneIntended
+)
 KnownBody = RequestBody | AttemptBody | RunBody
 EventBody = KnownBody | Unknown
 

@@ -141,7 +141,9 @@ def _name(target: Allocation | None) -> str:
     return "another machine" if target is None else target.name
 
 
-def _words(body: bodies.EventBody, state: RunState) -> str | None:
+def _words(  # noqa: C901 - one case for each event
+    body: bodies.EventBody, state: RunState
+) -> str | None:
     match body:
         case bodies.NewGeneration():
             return f"generation {body.generation} begins: {body.reason}"
@@ -161,6 +163,8 @@ def _words(body: bodies.EventBody, state: RunState) -> str | None:
             return f"the stage failed: {body.reason}"
         case bodies.Stopped():
             return f"the run stopped: {body.reason}"
+        case bodies.PruneIntended():
+            return f"the run is removed from the store: {body.reason}"
         case bodies.Delivered() | bodies.Accepted() | bodies.Unknown():
             return None
         case _:

@@ -13,7 +13,7 @@ from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.run.event_bodies import Actor, Event
 
 AttemptPhase = Literal["intended", "started", "stopping", "ended"]
-RunStatus = Literal["none", "active", "succeeded", "failed", "stopped"]
+RunStatus = Literal["none", "active", "succeeded", "failed", "stopped", "pruned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,8 @@ class RunState(Record):
 
     Attributes:
         number: Last event folded; the next one is ``number + 1``.
-        status: ``active`` from the first generation on, until the run succeeded, failed or was stopped.
+        status: ``active`` from the first generation on, until the run succeeded, failed or was stopped;
+            ``pruned`` for good once its removal from the store was begun.
         generation: Current generation, from 1; 0 before the first.
         begun: Its ``generation`` event; without terms before the first.
         begun_by: Actor that began it.
@@ -249,12 +250,15 @@ def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
     for event in events:
         if event.number != now.number + 1:
             raise ProtocolError(f"event {event.number} follows {now.number}: one is missing or repeated")
-        now = replace(_after(now, event), number=event.number)
+        after = now if now.status == "pruned" else _after(now, event)
+        now = replace(after, number=event.number)
     return now
 
 
 def _after(state: RunState, event: Event) -> RunState:  # noqa: C901 - one case for each event
     match event.body:
+        case bodies.PruneIntended() as body:
+            return replace(state, status="pruned", reason=body.reason, pending=())
         case bodies.NewGeneration() as body:
             return _new_generation(state, event, body)
         case bodies.NewOwner() as body:

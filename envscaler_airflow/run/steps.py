@@ -126,7 +126,7 @@ def _known_action(state: RunState, facts: Facts) -> Action:
         return Action("deliver")
     if state.status == "failed":
         return Action("fail", reason=state.reason, failure=state.failure)
-    if state.status == "stopped":
+    if state.status in ("stopped", "pruned"):
         return Action("halt", reason=state.reason)
     live = state.live
     if live is None:

@@ -20,6 +20,8 @@ from envscaler_airflow.run.event_bodies import EventBody
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.clock import STEP_S
 
+FOLDER = "events"
+"""Folder of the events, below the run's."""
 SNAPSHOT_EVERY = 500
 """Events between two snapshots. Chosen: a run has tens of events, and 500 fold in milliseconds."""
 MAX_SNAPSHOT_BYTES = 1 << 26
@@ -30,12 +32,12 @@ _REQUEST_TRIES = 100
 
 def event_name(number: int) -> str:
     """Store name of event *number*, relative to the run's folder."""
-    return f"events/{number:06d}.json"
+    return f"{FOLDER}/{number:06d}.json"
 
 
 def snapshot_name(number: int) -> str:
     """Store name of the fold of events 1 to *number*."""
-    return f"events/snapshot-{number:06d}.json"
+    return f"{FOLDER}/snapshot-{number:06d}.json"
 
 
 class EventLog:

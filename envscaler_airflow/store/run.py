@@ -49,6 +49,14 @@ def spec_name(spec_hash: str) -> str:
     return f"spec-{spec_hash[:16]}.json"
 
 
+def run_prefixes(store: Store) -> list[str]:
+    """Folder of every run of the store, ``RunKey.prefix``, sorted."""
+    level = [""]
+    for _ in range(5):
+        level = [f"{here}/{child}".lstrip("/") for here in level for child in store.children(here)]
+    return sorted(prefix for prefix in level if prefix.count("/") == 4)
+
+
 class Run(StoreView):
     """One run: its folder as a store of its own, and the typed content of its files.
 

@@ -71,6 +71,7 @@ HISTORY = [
     ("succeeded", {"generation": 1, "outputs": {"m": "u"}}),
     ("delivered", {"generation": 1}),
     ("accepted", {"generation": 1}),
+    ("prune-intended", {"reason": "r"}),
 ]  # fmt: skip
 ODD = [None, True, -1, 2**70, 0.5, 1e308, "", "x" * 5000, [], [[]], {}, {"a": {"b": None}}]
 JSON = st.recursive(
