@@ -96,7 +96,8 @@ class Speaker:
     def step(self, status: Status) -> bool:
         """Write *status* when it is time; True when the store has every part of it that matters."""
         now = self._context.monotonic()
-        has_changed = self._said is None or _matter(status) != _matter(self._said)
+        matter = _matter(status)
+        has_changed = matter != self._said
         if not has_changed and now - self._said_at < STATUS_S:
             return True
         if not self._backoff.is_ready:
@@ -111,7 +112,7 @@ class Speaker:
             log.warning("status not written error=%s", err)
             return False
         self._backoff.worked()
-        self._said, self._said_at = status, now
+        self._said, self._said_at = matter, now
         return True
 
     def _next_sequence(self) -> int:

@@ -424,7 +424,8 @@ class Memory:
             if self._own is not None and "places" in changes:
                 self._own.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(self._own, json.dumps(changes["places"]).encode())
-            self._spool.write_json(self._spool.sidecar, dataclasses.asdict(state))
+            body = {item.name: getattr(state, item.name) for item in dataclasses.fields(state)}
+            self._spool.write_json(self._spool.sidecar, body)
             self._state = state
             return state
 

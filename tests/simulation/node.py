@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from envscaler_agent import spool as ex
 from envscaler_agent.ending import EXIT_ORPHANED, Facts, _schedule
 from envscaler_agent.output import Masker
 from envscaler_agent.process import ADDRESS
 from envscaler_agent.progress import StallWatch
-from envscaler_agent.protocol import ProtocolError, control_name
+from envscaler_agent.protocol import Control, ProtocolError, Status, control_name
 from envscaler_agent.wrapper import Options, Wrapper, _Tracker
 from envscaler_airflow.backends.base import AttemptRequest, NodeEnd
 from envscaler_airflow.backends.local.node_main import ended_of, tell_end
@@ -34,9 +34,11 @@ from envscaler_airflow.store.run import Run
 from tests.simulation.kernel import Actor, Machine, World, monotonic, wall
 from tests.simulation.training import Training
 
-IDLE_S = 45.0
-"""Longest time between two rounds of a simulated process, seconds. Chosen: what others write wakes it, and
-ages that the product counts are minutes."""
+_T = TypeVar("_T")
+IDLE_S = {"watch": 60.0, "main": 30.0}
+MOST_IDLE_S = 90.0
+"""Longest time between two rounds of a part of a node, seconds, by its role; MOST_IDLE_S for the others. Chosen:
+what others write wakes it, and the ages that the product counts are minutes."""
 DRAIN_S = 3600.0
 """Longest time for uploads after the command's end, seconds. Source: the local backend's."""
 UPLOAD_S = 5.0
@@ -144,7 +146,7 @@ class SimNode:
         self._spawn("wrapper", "wrapper", self._wrap)
 
     def lose(self) -> None:
-        """The machine is gone, and all that was on it."""
+        """The machine is gone, with everything on it."""
         self._stop_all("machine lost")
 
     def cut_off(self, seconds: float) -> None:
@@ -185,6 +187,11 @@ class SimNode:
         """Something changed that these parts look at."""
         for role in roles:
             self._stirred_at[role] = self.world.now
+        self.nudge(*roles)
+
+    def nudge(self, *roles: str) -> None:
+        """The same for what is done in one round."""
+        for role in roles:
             if role in self._dozing:
                 self.world.wake(self._dozing.pop(role))
             else:
@@ -192,7 +199,9 @@ class SimNode:
 
     def pace_s(self, role: str) -> float:
         """Seconds until the next round of *role*: short after a change, long when nothing happens."""
-        return min(IDLE_S, max(0.5, (self.world.now - self._stirred_at.get(role, 0.0)) / 3))
+        return min(
+            IDLE_S.get(role, MOST_IDLE_S), max(0.5, (self.world.now - self._stirred_at.get(role, 0.0)) / 2)
+        )
 
     @property
     def rendezvous(self) -> str | None:
@@ -224,7 +233,7 @@ class SimNode:
         """A local save is complete."""
         self.saves.append((self.world.now, *self._who, name))
         self.world.note(f"saved {name}", who=self.name)
-        self.stir("heavy")
+        self.nudge("heavy")
 
     def note_restore(self, name: str) -> None:
         """The command restored *name*."""
@@ -248,14 +257,14 @@ class SimNode:
 
     def _notice(self, effect: Any) -> None:
         if effect.name == self._control and not self._is_over:
-            self.stir("watch")
+            self.nudge("watch")
 
     # The machine's own process: it keeps both running, as node main and the kubelet do
 
     def _run(self, keeper: Keeper) -> None:
         while True:
             keeper.keep()
-            self.doze("main", max(0.1, min(15.0, self._kill_at - self.world.now)))
+            self.doze("main", max(0.1, min(self.pace_s("main"), self._kill_at - self.world.now)))
             self._look_at_sidecar(keeper)
             self._look_at_wrapper()
             now = self.world.now
@@ -420,7 +429,37 @@ class SimSpool(Spool):
     def __init__(self, node: SimNode) -> None:
         """Use the folder of *node*."""
         self._node = node
+        self._known: dict[Path, tuple[tuple[int, int], Any]] = {}
+        self._skip = len(str(node.spool_path)) + 1
         super().__init__(node.spool_path)
+
+    def name(self, path: Path) -> str:
+        """*path* below the folder; pathlib takes ten times as long."""
+        return str(path)[self._skip :]
+
+    def _unless_known(self, path: Path, read: Callable[[], _T]) -> _T:
+        """What *read* returned for the same file before: each is replaced as a whole, so its inode tells."""
+        try:
+            seen = os.stat(path)  # noqa: PTH116  # pathlib takes twice as long
+        except FileNotFoundError:
+            return read()
+        mark = (seen.st_ino, seen.st_mtime_ns)
+        if path not in self._known or self._known[path][0] != mark:
+            self._known[path] = (mark, read())
+        found: _T = self._known[path][1]
+        return found
+
+    def wrapper_status(self) -> Status | None:
+        """See :class:`Spool`."""
+        return self._unless_known(self.wrapper, super().wrapper_status)
+
+    def current_control(self) -> Control | None:
+        """See :class:`Spool`."""
+        return self._unless_known(self.control, super().current_control)
+
+    def saves(self) -> bool:
+        """See :class:`Spool`."""
+        return self._unless_known(self.progress, super().saves)
 
     def _check_room(self) -> None:
         if self._node.world.now < self._node.full_until:
@@ -438,9 +477,9 @@ class SimSpool(Spool):
         elif path == self.snapshot:
             node.stir("wrapper")
         elif path.name.endswith(".snapshot.json"):
-            node.stir("heavy")
+            node.nudge("heavy")
         elif path.name.endswith(".done"):
-            node.stir("watch")
+            node.nudge("watch")
 
     def made_folder(self, path: Path) -> Root:
         """Make a folder."""

@@ -25,7 +25,7 @@ from tests.simulation.kernel import Violation
 if TYPE_CHECKING:
     from tests.simulation.node import SimNode
 
-ROUND_S = 60.0
+ROUND_S = 180.0
 """Longest time between two calls of ``checkpoint``, simulated seconds. Chosen: a request cuts it short."""
 PEER_S = (5.0, 90.0)
 """How long ranks hang before they notice that a peer is gone, seconds. Chosen."""
@@ -127,7 +127,7 @@ class Gang:
     def leave(self, rank: Training, *, is_clean: bool, is_noticed: bool) -> None:
         """*rank* has ended or is gone.
 
-        After a *clean* end the others end too, at the same step. Else they hang, or fail once it is noticed;
+        After a *clean* end the others end too, at the same step. Otherwise they hang, or fail once it is noticed;
         an elastic training goes on without it. Without rank 0, where all ranks meet, all of them fail.
         """
         index = rank.node.index
@@ -159,7 +159,7 @@ class Gang:
         self._has_begun = False
         for other in self.members.values():
             other.interrupt = why()
-            other.node.stir("training")
+            other.node.nudge("training")
 
     def meet(self, rank: Training, value: Any) -> Any:
         """Wait for all ranks; returns the value of the lowest one."""
@@ -169,7 +169,7 @@ class Gang:
             self._results = {number: self._arrived[min(self._arrived)]}
             self._arrived, self._number, self._has_begun = {}, number + 1, True
             for other in self.members.values():
-                other.node.stir("training")
+                other.node.nudge("training")
         while self._number == number:
             rank.doze(math.inf)
         return self._results[number]
@@ -189,7 +189,7 @@ class Gang:
         """End the round at the next step: rank 0 has a request to look at."""
         self._count = min(self._count, int((now - self._began) / self.step_s) + 1)
         for rank in self.members.values():
-            rank.node.stir("training")
+            rank.node.nudge("training")
 
 
 class Gangs:
@@ -346,7 +346,7 @@ class _Worker:
         self.training, self.node = training, training.node
 
     def restore(self) -> int:
-        """Load what there is; returns the step."""
+        """Load the newest save; returns its step."""
         raise NotImplementedError
 
     def due_s(self) -> float:
