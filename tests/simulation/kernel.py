@@ -318,6 +318,9 @@ class World:
                 actor._glet.switch()
         self._queue.clear()
         self.current = None
+        for shared in self._only.values():
+            if hasattr(shared, "close"):
+                shared.close()
 
 
 # The clocks of the machine that the current actor runs on

@@ -37,8 +37,9 @@ from tests.simulation.training import Training
 _T = TypeVar("_T")
 IDLE_S = {"watch": 60.0, "main": 30.0}
 MOST_IDLE_S = 90.0
-"""Longest time between two rounds of a part of a node, seconds, by its role; MOST_IDLE_S for the others. Chosen:
-what others write wakes it, and the ages that the product counts are minutes."""
+"""Longest time between two rounds of a part of a node, seconds, by its role; MOST_IDLE_S for the others.
+Chosen: what others write wakes it, and the ages that the product counts are minutes.
+"""
 DRAIN_S = 3600.0
 """Longest time for uploads after the command's end, seconds. Source: the local backend's."""
 UPLOAD_S = 5.0
@@ -49,8 +50,12 @@ class Disk:
     """The folder of one world's machines, in memory."""
 
     def __init__(self) -> None:
-        """Begin empty; a folder of an earlier world of this process goes."""
+        """Begin empty."""
         self.root = Path(f"/dev/shm/envscaler-simulation-{os.getpid():07}")
+        self.close()
+
+    def close(self) -> None:
+        """Remove it with the world."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     def new(self, name: str) -> Path:

@@ -127,8 +127,8 @@ class Gang:
     def leave(self, rank: Training, *, is_clean: bool, is_noticed: bool) -> None:
         """*rank* has ended or is gone.
 
-        After a *clean* end the others end too, at the same step. Otherwise they hang, or fail once it is noticed;
-        an elastic training goes on without it. Without rank 0, where all ranks meet, all of them fail.
+        After a *clean* end the others end too, at the same step. Otherwise they hang, or fail once that is
+        noticed; an elastic training goes on without it. Without rank 0, where all meet, all of them fail.
         """
         index = rank.node.index
         if self.members.get(index) is not rank:
