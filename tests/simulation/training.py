@@ -415,6 +415,8 @@ class _Cooperating(_Worker):
         except SystemExit as err:
             self._note_save(step)
             return int(err.code or 0)
+        except (Restart, PeerGoneError):
+            raise
         except Exception as err:  # noqa: BLE001  # as an interpreter prints what the training does not catch
             self.node.print(f"Traceback (most recent call last):\n  x\n{type(err).__name__}: {err}")
             return 1
