@@ -80,7 +80,8 @@ class Node:
         asked_at, began_at, ended_at: True times; billed from *began_at* to *ended_at*.
         end: How it ended.
         silent_from, silent_until: The cloud does not reach it from and until then.
-        is_given_up: It was deleted while it did not answer: no longer billed, and may still run.
+        given_up_at: True time at which it was deleted while it did not answer: no longer billed, and what
+            runs there may run on; None if it was not.
         is_doomed: It is killed as soon as it is reached again.
         has_no_machine: It waits for capacity.
         life: What runs on it; None before.
@@ -98,7 +99,7 @@ class Node:
     end: NodeEnd | None = None
     silent_from: float = math.inf
     silent_until: float = -math.inf
-    is_given_up: bool = False
+    given_up_at: float | None = None
     is_doomed: bool = False
     has_no_machine: bool = False
     life: Life | None = None
@@ -107,6 +108,16 @@ class Node:
     def is_over(self) -> bool:
         """True once it ended or was lost."""
         return self.phase in ("ended", "lost")
+
+    def was_silent(self, at: float) -> bool:
+        """True if the cloud did not reach it at *at*."""
+        return self.silent_from <= at < self.silent_until
+
+    def held_s(self, now: float) -> float:
+        """Billed seconds until *now*."""
+        if self.began_at is None:
+            return 0.0
+        return max(0.0, (now if self.ended_at is None else self.ended_at) - self.began_at)
 
     @property
     def name(self) -> str:
@@ -143,7 +154,8 @@ class SimCloud:
     """The truth.
 
     Attributes:
-        attempts: By name.
+        attempts: By name; ``by_machine``: machines by name.
+        away: True times from which and until which it answers no call.
         offers: What is on offer.
         skew_s: What its clock is ahead of the true time, seconds.
         replaces: True for one that recreates lost nodes.
@@ -167,8 +179,9 @@ class SimCloud:
         self.replaces = replaces
         self.skew_s = skew_s
         self.attempts: dict[str, Attempt] = {}
+        self.by_machine: dict[str, Node] = {}
+        self.away: list[tuple[float, float]] = []
         self.dry_until: dict[str, float] = {}
-        self.away_until = 0.0
         self._machine = Machine("cloud")
         self._machines = 0
 
@@ -180,6 +193,20 @@ class SimCloud:
     def client(self, machine: Machine) -> SimBackend:
         """A client of one process on *machine*."""
         return (ReplacingBackend if self.replaces else SimBackend)(self, machine)
+
+    def end_faults(self) -> None:
+        """Answer from now on, reach every machine, and have every offer."""
+        now = self.world.now
+        self.away = [(start, min(end, now)) for start, end in self.away]
+        self.dry_until.clear()
+        for node in self.nodes:
+            if self.is_silent(node):
+                node.silent_until = now
+                self._later(0.0, lambda node=node: self._reached(node), f"return of {node.name}")
+
+    def was_away(self, at: float) -> bool:
+        """True if it answered no call at *at*."""
+        return any(start <= at < end for start, end in self.away)
 
     def now(self) -> float:
         """The cloud's clock, in whole seconds, as its timestamps have it."""
@@ -207,6 +234,7 @@ class SimCloud:
         machine = Machine(f"m{self._machines}", skew, world.now - 100.0)
         node = Node(attempt, index, number, offer, machine, world.now)
         attempt.nodes[index].append(node)
+        self.by_machine[machine.name] = node
         world.spawn(
             "cloud",
             lambda: self._bring_up(node),
@@ -304,7 +332,7 @@ class SimCloud:
         if node.life is not None:
             node.life.lose()
         self._over(node, "lost", None)
-        if self.replaces and not node.attempt.is_stopped and not node.is_given_up:
+        if self.replaces and not node.attempt.is_stopped and node.given_up_at is None:
             self._add(node.attempt, node.node, after_s=AGAIN_S)
 
     def cut_off(self, node: Node, seconds: float) -> None:
@@ -324,7 +352,7 @@ class SimCloud:
 
     def is_silent(self, node: Node) -> bool:
         """True while the cloud does not reach it."""
-        return node.silent_from <= self.world.now < node.silent_until
+        return node.was_silent(self.world.now)
 
     def _ended(self, node: Node) -> None:
         """What runs on the machine ended by itself."""
@@ -379,8 +407,8 @@ class SimCloud:
 
     def give_up(self, node: Node) -> None:
         """Delete a machine that does not answer, and recreate it; what runs there may run on."""
-        node.is_given_up = node.is_doomed = True
-        node.ended_at = self.world.now  # no longer billed
+        node.is_doomed = True
+        node.given_up_at = node.ended_at = self.world.now  # no longer billed
         self.world.note(f"{node.name} is deleted without its answer", who="cloud")
         if not node.attempt.is_stopped:
             self._add(node.attempt, node.node, after_s=AGAIN_S)
@@ -556,9 +584,9 @@ class SimBackend:
             world.sleep(world.stream("cloud-slow").uniform(1.0, 90.0))
         if world.strikes("cloud-away", what):
             lasts = 30.0 * 240.0 ** world.stream("cloud-away").random()
-            self.cloud.away_until = max(self.cloud.away_until, world.now + lasts)
+            self.cloud.away.append((world.now, world.now + lasts))
             world.note(f"the cloud does not answer for {lasts:.0f} s")
-        if world.now < self.cloud.away_until or world.strikes("cloud-refuse", what):
+        if self.cloud.was_away(world.now) or world.strikes("cloud-refuse", what):
             raise BackendError(f"{what}: no answer", transient=True)
 
     def _answer(self, what: str) -> None:

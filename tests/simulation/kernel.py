@@ -162,6 +162,11 @@ class World:
         self._faults_end = self.now
         self.note("no fault occurs from here on", who="world")
 
+    @property
+    def faults_ended_at(self) -> float | None:
+        """True time from which on no fault occurs; None before."""
+        return self._faults_end if self._faults_end < float("inf") else None
+
     def note(self, what: str, *, who: str | None = None) -> None:
         """Add a line to the timeline."""
         actor = self.current.name if self.current is not None else "world"

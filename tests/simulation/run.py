@@ -2,42 +2,74 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from random import Random
 
-from envscaler_airflow.cli.foreground import shell_actor
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.errors import (
-    BackendError,
-    NoOfferError,
-    RunFailedError,
-    SpecError,
-)
 from envscaler_airflow.owner import foreground
-from envscaler_airflow.owner.foreground import ForegroundOwner
-from envscaler_airflow.owner.owner import Owner
-from envscaler_airflow.owner.stage import Stage, StoppedError, SupersededError
 from envscaler_airflow.planning.offers import Offer
-from envscaler_airflow.store.keys import SHELL_DAG, RunKey
-from envscaler_airflow.store.run import Run
 from tests.simulation import patches
 from tests.simulation.cloud import SimCloud
-from tests.simulation.kernel import EPOCH, Machine, Violation, World
+from tests.simulation.invariants import Invariants
+from tests.simulation.kernel import EPOCH, Violation, World
 from tests.simulation.node import SimNode
+from tests.simulation.shell import REAP_EVERY_S, Shell, Wishes, reap_always
 from tests.simulation.store import SimStore
 
-POLL_S = 20.0
-"""How often a simulated shell polls, seconds. Chosen: between the product's 2 s and a trigger's 30 s."""
-REAP_EVERY_S = 3600.0
-"""How often the simulated `envscaler reap` runs, seconds. Chosen."""
+POLL_S = 30.0
+"""How often a simulated shell polls, seconds. Chosen: as often as a trigger."""
 FAULTS_S = 12 * 3600.0
 """Longest time with faults, seconds. Chosen: the longest training, with several losses."""
-CALM_S = 24 * 3600.0
-"""Time without faults in which every run must end, seconds. Chosen."""
-KEY = RunKey("deployment", SHELL_DAG, "simulated", "train")
+CALM_S = 36 * 3600.0
+"""Time without faults in which every run must end, seconds. Chosen: the longest training, several times."""
+RATES = {
+    "store-refuse": 0.002,
+    "store-lost-answer": 0.002,
+    "store-conflict": 0.01,
+    "store-slow": 0.001,
+    "store-away": 0.0003,
+    "store-credentials": 0.0001,
+    "store-late": 0.002,
+    "store-twice": 0.001,
+    "listing-lags": 0.01,
+    "cloud-refuse": 0.01,
+    "cloud-lost-answer": 0.03,
+    "cloud-late": 0.03,
+    "cloud-slow": 0.003,
+    "cloud-away": 0.002,
+    "cloud-unknown": 0.005,
+    "cloud-stale": 0.01,
+    "preempt": 0.7,
+    "storm": 0.2,
+    "sold-out": 0.1,
+    "hardware": 0.1,
+    "cut-off": 0.2,
+    "slow-start": 0.1,
+    "crash-shell": 0.001,
+    "pause-shell": 0.0003,
+    "crash-sidecar": 0.0005,
+    "pause-sidecar": 0.0001,
+    "train-error": 0.001,
+    "train-cuda-memory": 0.0005,
+    "train-host-memory": 0.001,
+    "train-segfault": 0.001,
+    "train-stall": 0.0005,
+    "train-deaf": 0.001,
+    "train-nan": 0.01,
+    "train-torn-save": 0.05,
+    "disk-full": 0.001,
+    "cancel": 0.05,
+    "taken-up-again": 0.5,
+    "move": 0.1,
+    "second-shell": 0.05,
+}
+"""Chance of each fault, by kind. Chosen: a run of two hours meets a few of each kind that its seed has."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +78,10 @@ class Scenario:
 
     Attributes:
         nodes: Of each attempt.
-        steps: Of the whole training.
-        step_s: Seconds of one step on one node.
+        style, steps, step_s: Of the training: see ``training.Program``.
         every: Interval of checkpoints, as in a spec.
-        budget_usd, deadline_s: Limits; None for none.
+        capacity: ``spot``, ``on-demand`` or ``auto``.
+        wishes: Limits.
         replaces: The cloud recreates lost nodes.
         rates: Chance of each kind of fault.
     """
@@ -57,12 +89,60 @@ class Scenario:
     nodes: int = 1
     style: str = "session"
     steps: int = 400
-    step_s: float = 5.0
+    step_s: float = 7.0
     every: str = "10m"
-    budget_usd: float | None = None
-    deadline_s: float | None = None
+    capacity: str = "auto"
+    wishes: Wishes = field(default_factory=Wishes)
     replaces: bool = False
-    rates: dict[str, float] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, seed: int) -> Scenario:
+        """Draw one: half of the kinds of faults never occur, the others more or less often."""
+        random = Random(f"{seed}/scenario")
+        rates = {
+            kind: min(1.0, rate * 4.0 ** random.uniform(-1.0, 1.0))
+            for kind, rate in RATES.items()
+            if random.random() < 0.5
+        }
+        nodes = random.choice((1, 1, 1, 2, 3))
+        steps = int(random.choice((200, 400, 1000, 2000)))
+        hours = steps * 7.0 / 3600.0 / nodes**0.9
+        budget = random.choice((None, None, 0.5, 1.2, 3.0))
+        deadline = random.choice((None, None, None, 3.0))
+        wishes = Wishes(
+            budget_usd=None if budget is None else round(budget * hours * nodes, 2),
+            deadline_s=None if deadline is None else deadline * hours * 3600.0 + 1800.0,
+            strategy=random.choice(("balanced", "cost")),
+        )
+        return cls(
+            nodes=nodes,
+            style=random.choice(("session", "session", "saver")),
+            steps=steps,
+            every=random.choice(("5m", "10m", "30m")),
+            capacity=random.choice(("auto", "spot", "on-demand")),
+            wishes=wishes,
+            replaces=random.random() < 0.5,
+            rates=rates,
+        )
+
+    @property
+    def spec(self) -> EnvSpec:
+        """The spec of its stage."""
+        env = {"SIM_STYLE": self.style, "SIM_STEPS": self.steps, "SIM_STEP_S": self.step_s}
+        return EnvSpec.from_dict(
+            {
+                "version": "v1",
+                "name": "train",
+                "resources": {"requests": {"cpu": 2, "memory": "4Gi"}},
+                "num_nodes": self.nodes,
+                "entrypoint": ["python", "train.py"],
+                "outputs": {"model": "/output/model"},
+                "checkpoint": {"path": "/output/checkpoints", "every": self.every},
+                "capacity": self.capacity,
+                "env": [{"name": name, "value": str(value)} for name, value in env.items()],
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -90,136 +170,69 @@ class Result:
 
 def offers() -> tuple[Offer, ...]:
     """Two machine types, on demand and spot."""
+    types = (("small", 2.0, 1.0, 0.4), ("large", 4.0, 1.8, 0.7))
     return tuple(
         Offer("aws", "us-east-1", name, kind, vcpus, 4.0 * vcpus, usd_per_hour=usd, price_source="simulated")
-        for name, vcpus, usd_on_demand, usd_spot in (("small", 2.0, 1.0, 0.4), ("large", 4.0, 1.8, 0.7))
-        for kind, usd in (("on-demand", usd_on_demand), ("spot", usd_spot))
+        for name, vcpus, usd_on_demand, usd_spot in types
+        for kind, usd in (("on-demand", usd_on_demand), ("spot", usd_spot))  # type: ignore[arg-type]
     )
-
-
-class Shell:
-    """A person who starts a run from a shell, and starts it again by its name when its process is gone."""
-
-    def __init__(
-        self, world: World, store: SimStore, cloud: SimCloud, scenario: Scenario, spec: EnvSpec
-    ) -> None:
-        """Prepare."""
-        self.world, self.store, self.cloud, self.scenario, self.spec = world, store, cloud, scenario, spec
-        self.machine = Machine("laptop", world.stream("clocks").choice((0.0, -400.0, 130.0, 3600.0)))
-        self.end: str | None = None
-        self.starts = 0
-
-    def live(self) -> None:
-        """Until the run has ended."""
-        world = self.world
-        while self.end is None:
-            self.starts += 1
-            process = world.spawn("shell", self._own, machine=self.machine, name="shell")
-            world.wait(lambda actor=process: not actor.is_alive, every_s=30.0)
-            if self.end is None:
-                world.sleep(world.stream("person").uniform(10.0, 2400.0))
-
-    def _own(self) -> None:
-        world = self.world
-        client = self.store.client(f"shell-{self.starts}", self.machine)
-        run = Run(client, KEY, snapshots=True)
-        stage = Stage(
-            spec=self.spec,
-            spec_source="train.yaml",
-            budget_usd=self.scenario.budget_usd,
-            deadline_s=self.scenario.deadline_s,
-        )
-        try:
-            owner = Owner(
-                run=run,
-                backend=self.cloud.client(self.machine),
-                actor=shell_actor(run),
-                stage=stage,
-                before=_noted(world),
-            )
-            delivered = ForegroundOwner(owner, on_wait=lambda wait: world.note(f"waits: {wait.reason}")).own()
-            self.end = f"delivered {delivered.outputs}"
-        except (RunFailedError, StoppedError, SpecError, NoOfferError) as err:
-            self.end = f"{type(err).__name__}: {err}"
-        except SupersededError as err:
-            world.note(f"superseded: {err}")
-        except BackendError as err:
-            world.note(f"the shell ends: {type(err).__name__}: {err}")
-        if self.end is not None:
-            world.note(f"the run is over: {self.end}")
-
-
-def _noted(world: World):
-    return lambda action: world.note(f"action {action.kind}: {action.reason or action.stop_reason}")
-
-
-@contextmanager
-def _poll_slowly() -> Iterator[None]:
-    poll_s, foreground.POLL_S = foreground.POLL_S, POLL_S
-    try:
-        yield
-    finally:
-        foreground.POLL_S = poll_s
 
 
 def simulate(seed: int, *, muted: frozenset[str] = frozenset(), scenario: Scenario | None = None) -> Result:
     """Run the world of *seed* to its end."""
     began = time.process_time()
-    drawn = scenario or Scenario()
-    world = World(seed, rates=drawn.rates, muted=muted)
+    drawn = scenario or Scenario.of(seed)
+    world = World(seed, rates=dict(drawn.rates), muted=muted)
+    world.note(f"{drawn.nodes} nodes, {drawn}", who="scenario")
     violation = None
-    with _poll_slowly(), patches.running(world):
+    with _quietly(), patches.running(world):
         try:
             _run(world, drawn)
         except Violation as err:
             violation = str(err)
-    return Result(
-        seed,
-        violation,
-        [str(line) for line in world.lines],
-        world.struck,
-        world.counts,
-        world.now - EPOCH,
-        time.process_time() - began,
-    )
+    lines, true_s = [str(line) for line in world.lines], world.now - EPOCH
+    return Result(seed, violation, lines, world.struck, world.counts, true_s, time.process_time() - began)
 
 
-def _spec(scenario: Scenario) -> EnvSpec:
-    return EnvSpec.from_dict(
-        {
-            "version": "v1",
-            "name": "train",
-            "resources": {"requests": {"cpu": 2, "memory": "4Gi"}},
-            "num_nodes": scenario.nodes,
-            "entrypoint": ["python", "train.py"],
-            "outputs": {"model": "/output/model"},
-            "checkpoint": {"path": "/output/checkpoints", "every": scenario.every},
-            "env": [
-                {"name": f"SIM_{name.upper()}", "value": str(value)}
-                for name, value in (
-                    ("style", scenario.style),
-                    ("steps", scenario.steps),
-                    ("step_s", scenario.step_s),
-                )
-            ],
-        }
-    )
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Poll seldom, and print nothing: what matters is in the timeline."""
+    poll_s, foreground.POLL_S = foreground.POLL_S, POLL_S
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        foreground.POLL_S = poll_s
+        logging.disable(logging.NOTSET)
 
 
 def _run(world: World, scenario: Scenario) -> None:
-    store = SimStore(world, skew_s=world.stream("clocks").uniform(-100.0, 100.0))
+    skew = world.stream("clocks").uniform
+    store = SimStore(world, skew_s=skew(-100.0, 100.0))
     cloud = SimCloud(
         world,
         store,
         offers=offers(),
         node_type=SimNode,
         replaces=scenario.replaces,
-        skew_s=world.stream("clocks").uniform(-100, 100),
+        skew_s=skew(-100.0, 100.0),
     )
-    shell = Shell(world, store, cloud, scenario, _spec(scenario))
-    world.spawn("person", shell.live, machine=shell.machine, name="person")
-    world.run(until=EPOCH + FAULTS_S, is_over=lambda: shell.end is not None)
+    invariants = Invariants(world, store, cloud, reap_every_s=REAP_EVERY_S)
+    shell = Shell(world, store, cloud, scenario.spec, scenario.wishes)
+    shell.begin()
+    world.spawn("reap", lambda: reap_always(world, store, cloud), machine=shell.machine, name="reap")
+    world.run(until=EPOCH + FAULTS_S, is_over=lambda: shell.is_over)
+    end_faults(world, store, cloud)
+    world.run(until=world.now + CALM_S, is_over=lambda: shell.is_over)
+    if not shell.is_over:
+        raise Violation(f"liveness: the run has not ended {CALM_S:.0f} s after the last fault")
+    world.run(until=world.now + 3 * REAP_EVERY_S)
+    invariants.finish()
+
+
+def end_faults(world: World, store: SimStore, cloud: SimCloud) -> None:
+    """Let no fault occur any more, and end those that last."""
     world.end_faults()
-    world.run(until=world.now + CALM_S, is_over=lambda: shell.end is not None)
-    if shell.end is None:
-        raise Violation("liveness: the run has not ended a day after the last fault")
+    store.end_faults()
+    cloud.end_faults()

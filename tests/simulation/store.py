@@ -85,10 +85,18 @@ class SimStore:
         self._deleted: list[tuple[float, str, int]] = []
         self._versions = 0
         self.away_until = 0.0
+        self.clients: list[SimClient] = []
 
     def client(self, name: str, machine: Machine) -> SimClient:
         """A client of one process, *name* for the timeline, on *machine*."""
-        return SimClient(self, name, machine)
+        self.clients.append(SimClient(self, name, machine))
+        return self.clients[-1]
+
+    def end_faults(self) -> None:
+        """Answer everyone from now on."""
+        self.away_until = 0.0
+        for client in self.clients:
+            client.cut_off_until = client.refused_until = 0.0
 
     def now(self) -> float:
         """The store's clock."""
