@@ -100,6 +100,7 @@ class World:
         now: The true time, seconds since the epoch. No actor can read it.
         lines: The timeline.
         after_step: Invariants: called after each step of an actor; they raise :class:`Violation`.
+        after_death: Called with each actor that is killed.
         rates: Chance of each kind of fault, by name; a missing one never occurs.
         muted: Faults, as ``kind#number``, that do not occur in this run: shrinking sets them.
         struck: Faults that occurred, in order.
@@ -114,6 +115,7 @@ class World:
         self.now = EPOCH
         self.lines: list[Line] = []
         self.after_step: list[Callable[[], None]] = []
+        self.after_death: list[Callable[[Actor], None]] = []
         self.rates = dict(rates or {})
         self.muted = muted
         self.struck: list[str] = []
@@ -212,7 +214,10 @@ class World:
 
     def kill(self, actor: Actor, why: str) -> None:
         """End an actor and its process, as SIGKILL does: no handler of it runs before :meth:`close`."""
-        if self.current in self._mark_dead(actor.within or actor, why):
+        killed = self._mark_dead(actor.within or actor, why)
+        for one, notice in itertools.product(killed, self.after_death):
+            notice(one)
+        if self.current in killed:
             greenlet.getcurrent().parent.switch()
             raise Crash
 

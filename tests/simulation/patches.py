@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tests.simulation import kernel
@@ -21,6 +22,7 @@ from tests.simulation import kernel
 active: kernel.World | None = None
 """The world that runs; None outside :func:`tests.simulation.run.simulate`."""
 _real = {name: getattr(time, name) for name in ("time", "monotonic", "sleep", "time_ns", "monotonic_ns")}
+_real_submit = ThreadPoolExecutor.submit
 _real_uuid4, _real_start, _real_join = uuid.uuid4, threading.Thread.start, threading.Thread.join
 
 
@@ -76,6 +78,18 @@ def _join(thread: threading.Thread, timeout: float | None = None) -> None:
         world.wait(lambda: not actor.is_alive, every_s=0.5, most_s=most_s)
 
 
+def _submit(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    """A call that an actor gives to a pool runs at once."""
+    if _in_actor() is None:
+        return _real_submit(pool, call, *args, **kwargs)
+    future: Future[Any] = Future()
+    try:
+        future.set_result(call(*args, **kwargs))
+    except Exception as err:  # noqa: BLE001  (as a pool does)
+        future.set_exception(err)
+    return future
+
+
 @contextlib.contextmanager
 def running(world: kernel.World) -> Iterator[kernel.World]:
     """Make *world* the one that runs, and unwind it at the end; its seed decides jitter too."""
@@ -102,4 +116,5 @@ def install() -> None:
     uuid.uuid4 = _uuid4
     time.time_ns, time.monotonic_ns = lambda: int(_time() * 1e9), lambda: int(_monotonic() * 1e9)
     threading.Thread.start, threading.Thread.join = _start, _join  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign,assignment]
     random.seed(0)

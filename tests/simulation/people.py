@@ -1,0 +1,111 @@
+"""What people and machines do to an Airflow: clears, marks, cancels, moves, restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from envscaler_airflow.errors import EnvScalerError
+from envscaler_airflow.hooks.states import why_over
+from envscaler_airflow.owner.reap import reap
+from envscaler_airflow.owner.request import request_move, request_stop
+from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.store.run import Run
+from tests.simulation.airflow import KEY, STAGE
+from tests.simulation.kernel import Machine
+
+if TYPE_CHECKING:
+    from tests.simulation.airflow import SimAirflow
+
+EVERY_S = (120.0, 900.0)
+"""How often somebody looks at the run, seconds. Chosen: some twenty occasions in a run of hours."""
+REAP_EVERY_S = 3600.0
+"""How often `reap` runs, seconds. Chosen: as its documentation advises."""
+
+
+class People:
+    """Users and operators of one deployment, on a machine of their own."""
+
+    def __init__(self, airflow: SimAirflow) -> None:
+        """They do nothing before :meth:`start`."""
+        self.airflow, self.random = airflow, airflow.world.stream("people")
+        self.machine = Machine("laptop", airflow.setup.skews_s[0])
+        self.acts: dict[str, Callable[[], None]] = {
+            "clear": lambda: airflow.clear(airflow.tis[STAGE]),
+            "mark-success": lambda: airflow.mark(airflow.tis[STAGE], "success"),
+            "mark-failed": lambda: airflow.mark(airflow.tis[STAGE], "failed"),
+            "delete-dag-run": airflow.delete,
+            "edit-params": self._edit,
+            "restart-fresh": self._fresh,
+            "cancel": self._cancel,
+            "move": self._move,
+            "kill-triggerer": self._kill_triggerer,
+            "triggers-moved": self._move_triggers,
+            "restart-scheduler": lambda: airflow.restart_scheduler(self.random.uniform(20.0, 600.0)),
+        }
+
+    def start(self) -> None:
+        """Begin to look at the run from time to time."""
+        self.airflow.world.spawn("person", self._look, machine=self.machine)
+        self.airflow.world.spawn("person", self._reap, machine=self.machine, name="reap")
+
+    def _look(self) -> None:
+        world = self.airflow.world
+        while True:
+            world.sleep(self.random.uniform(*EVERY_S))
+            for kind, act in self.acts.items():
+                if STAGE in self.airflow.tis and world.strikes(kind):
+                    with suppress(EnvScalerError):
+                        act()
+
+    def _reap(self) -> None:
+        air = self.airflow
+        while True:
+            air.world.sleep(REAP_EVERY_S)
+            self.reap()
+
+    def reap(self) -> None:
+        """Run `reap` once, as its operator does."""
+        air = self.airflow
+        store, backend = air.store.client("reap", self.machine), air.cloud.client(self.machine)
+        with suppress(EnvScalerError):
+            for orphan in reap(store, backend, task_is_over=why_over):
+                air.world.note(f"reaps {orphan.handle.name}: {orphan.reason}", who="reap")
+
+    def _run(self) -> Run:
+        return Run(self.airflow.store.client("person", self.machine), KEY)
+
+    def _edit(self) -> None:
+        """Other params, then a clear: the next attempt has another spec."""
+        self.airflow.params["rate"] = round(self.random.uniform(0.1, 0.9), 3)
+        self.airflow.clear(self.airflow.tis[STAGE])
+
+    def _fresh(self) -> None:
+        self.airflow.params["restart"] = "fresh"
+        self.airflow.clear(self.airflow.tis[STAGE])
+
+    def _cancel(self) -> None:
+        run = self._run()
+        if run.events.load().status == "active":
+            event = request_stop(run, reason="cancelled from a shell", by="me")
+            self.airflow.fact("cancel", self.airflow.tis[STAGE], f"event {event.number}")
+
+    def _move(self) -> None:
+        run = self._run()
+        live = run.events.load().live
+        if live is None or live.phase != "started":
+            return
+        offers = self.airflow.cloud.client(self.machine).offers()
+        target = Allocation(self.random.choice(offers), live.allocation.nodes)
+        because = {"reason": "a person wants it", "numbers": {}, "check": None, "forced": True}
+        event = request_move(run, target=target, from_attempt=live.key, because=because)
+        self.airflow.fact("move", self.airflow.tis[STAGE], f"event {event.number} to {target.name}")
+
+    def _move_triggers(self) -> None:
+        self.airflow.triggerers.move(self.random.choice(self.airflow.triggerers.processes))
+
+    def _kill_triggerer(self) -> None:
+        process = self.random.choice(self.airflow.triggerers.processes)
+        if process.main is not None:
+            self.airflow.world.kill(process.main, "a node is drained")
