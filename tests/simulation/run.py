@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from random import Random
 
@@ -200,7 +200,7 @@ def _quietly() -> Iterator[None]:
     poll_s, foreground.POLL_S = foreground.POLL_S, POLL_S
     logging.disable(logging.CRITICAL)
     try:
-        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+        with redirect_stderr(io.StringIO()):
             yield
     finally:
         foreground.POLL_S = poll_s
