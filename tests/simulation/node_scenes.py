@@ -126,7 +126,7 @@ def drained(style: str) -> Mapping[str, Any]:
 
 
 def lost_node(max_nodes: int | None) -> Mapping[str, Any]:
-    """Node 1 of two is lost after 2,000 s and replaced 2,000 s later."""
+    """Node 1 of two is lost after 2,000 s and replaced 1,400 s later."""
     scene = Scene(nodes=2, max_nodes=max_nodes, style="session" if max_nodes is None else "saver", seed=4)
 
     def act() -> Mapping[str, Any]:
@@ -136,7 +136,7 @@ def lost_node(max_nodes: int | None) -> Mapping[str, Any]:
         second.lose()
         scene.world.sleep(200.0)
         steps = [first.trained[-1][-1]]
-        scene.world.sleep(1800.0)
+        scene.world.sleep(1200.0)
         steps.append(first.trained[-1][-1])
         is_alive = first.end is None
         third = scene.start(1, 1)

@@ -29,8 +29,10 @@ ROUND_S = 180.0
 """Longest time between two calls of ``checkpoint``, simulated seconds. Chosen: a request cuts it short."""
 PEER_S = (5.0, 90.0)
 """How long ranks hang before they notice that a peer is gone, seconds. Chosen."""
-RENDEZVOUS_S = 900.0
-"""Longest wait of a rank for rank 0, seconds. Source: default timeout of torchrun's rendezvous, and more."""
+JOIN_S = 600.0
+"""Longest wait for the other ranks before the first step. Source: torchrun's default ``join_timeout``."""
+COLLECTIVE_S = 1800.0
+"""Longest wait for them in a step. Source: default of ``torch.distributed.init_process_group`` with gloo."""
 CLEAN = (0, EXIT_DRAINED, EXIT_STOPPED)
 NO_RENDEZVOUS = (
     "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: "
@@ -170,8 +172,11 @@ class Gang:
             self._arrived, self._number, self._has_begun = {}, number + 1, True
             for other in self.members.values():
                 other.node.nudge("training")
+        until = rank.node.world.now + (COLLECTIVE_S if self._has_begun else JOIN_S)
         while self._number == number:
-            rank.doze(math.inf)
+            rank.doze(until - rank.node.world.now)
+            if self._number == number and rank.node.world.now >= until:
+                raise PeerGoneError
         return self._results[number]
 
     def advance(self, rank: Training, count: int) -> int:
@@ -251,7 +256,7 @@ class Training:
         if self.node.index == 0 or self.gang.nodes == 1:
             return True
         said = self.node.rendezvous
-        return self.node.world.wait(lambda: self.gang.address == said, every_s=5.0, most_s=RENDEZVOUS_S)
+        return self.node.world.wait(lambda: self.gang.address == said, every_s=5.0, most_s=JOIN_S)
 
     def end(self, code: int) -> None:
         """The command has ended."""
