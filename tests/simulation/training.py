@@ -34,6 +34,10 @@ JOIN_S = 600.0
 COLLECTIVE_S = 1800.0
 """Longest wait for them in a step. Source: default of ``torch.distributed.init_process_group`` with gloo."""
 CLEAN = (0, EXIT_DRAINED, EXIT_STOPPED)
+NEVER_CAME = (
+    'Traceback (most recent call last):\n  File "torchrun"\n'
+    "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError"
+)
 NO_RENDEZVOUS = (
     "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: "
     "The connection to the C10d store has failed."
@@ -103,7 +107,7 @@ class Gang:
         self.address: str | None = None
         self.deaf_until = 0.0
         self._one_s = step_s
-        self._began, self._count, self._round = 0.0, 0, -1
+        self._began, self._count, self._round, self._pace_s = 0.0, 0, -1, 1.0
         self._arrived: dict[int, Any] = {}
         self._results: dict[int, Any] = {}
         self._number = 0
@@ -137,7 +141,7 @@ class Gang:
             return
         now = rank.node.world.now
         if not is_clean:
-            self._count = min(self._count, int((now - self._began) / self.step_s))
+            self._count = min(self._count, int((now - self._began) / self._pace_s))
         del self.members[index]
         if index == 0:
             self.address = None
@@ -176,7 +180,7 @@ class Gang:
         while self._number == number:
             rank.doze(until - rank.node.world.now)
             if self._number == number and rank.node.world.now >= until:
-                raise PeerGoneError
+                raise PeerGoneError(PEER_GONE if self._has_begun else NEVER_CAME)
         return self._results[number]
 
     def advance(self, rank: Training, count: int) -> int:
@@ -185,14 +189,15 @@ class Gang:
         count = self.meet(rank, count)
         if self._round != self._number:
             self._round, self._count, self._began = self._number, count, world.now
+            self._pace_s = self.step_s
         began = self._began
-        while (left := began + self._count * self.step_s - world.now) > 1e-6:
+        while (left := began + self._count * self._pace_s - world.now) > 1e-6:
             rank.doze(left)
         return self._count
 
     def cut_short(self, now: float) -> None:
         """End the round at the next step: rank 0 has a request to look at."""
-        self._count = min(self._count, int((now - self._began) / self.step_s) + 1)
+        self._count = min(self._count, int((now - self._began) / self._pace_s) + 1)
         for rank in self.members.values():
             rank.node.nudge("training")
 
@@ -247,8 +252,8 @@ class Training:
                 self.end(self._train())
             except Restart:
                 self.node.world.note(f"the launcher starts its worker again at step {self._step}")
-            except PeerGoneError:
-                self.node.print(PEER_GONE)
+            except PeerGoneError as err:
+                self.node.print(str(err) or PEER_GONE)
                 self.end(1)
 
     def _finds_rank_0(self) -> bool:
