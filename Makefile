@@ -9,7 +9,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks-venv test test-frameworks e2e test-kubernetes demo docs simulate lint words types contracts format bench wheel clean
+.PHONY: help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate lint words types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -39,6 +39,9 @@ test: venv  ## Run everything that needs no Airflow services (16 minutes on 2 co
 test-frameworks: venv frameworks-venv  ## Run trainings of seven libraries, lost, killed and moved (1.3 GB of environment).
 	PYTHONPATH=$(CURDIR):$(CURDIR)/agent $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_plain_savers.py tests/frameworks/test_moved_and_interrupted.py $(ARGS)
+
+drills: venv  ## Break real runs of this machine by every fault of envscaler drill.
+	$(BIN)/python -m pytest tests/drills $(ARGS)
 
 e2e: venv  ## Run the rest against a real Airflow (12 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $$(($(AIRFLOWS) + 1)) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes $(ARGS)

@@ -324,6 +324,46 @@ class ResizesInPlace(Protocol):
         """The progress of that request: the worst state of all nodes."""
 
 
+NodeFault = Literal["lose-node", "kill-sidecar", "oom", "stall", "store-away"]
+"""What can be broken on a node: its machine, its sidecar, its memory, its training, its sidecar's store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """A fault that a backend has injected.
+
+    Attributes:
+        did: What was done, on one line.
+        undo: Takes it back; does nothing if the node has ended since.
+        by_hand: Command that takes it back if this process is killed first; "" if it ends by itself.
+        lasts_s: Seconds until the fault ends by itself; 0 for one that is over at once or is taken back.
+    """
+
+    did: str
+    undo: Callable[[], None] = lambda: None
+    by_hand: str = ""
+    lasts_s: float = 0.0
+
+
+@runtime_checkable
+class InjectsFaults(Protocol):
+    """A backend that can break a node of a running attempt on purpose, for `envscaler drill`."""
+
+    def obstacle(self, handle: Handle, fault: NodeFault, *, node: int) -> str:
+        """Why *fault* cannot be injected into *node* from this process; "" if it can. Changes nothing.
+
+        Raises:
+            BackendError: No answer.
+        """
+
+    def inject(self, handle: Handle, fault: NodeFault, *, node: int) -> Injection:
+        """Break *node*.
+
+        Raises:
+            BackendError: It was not injected; there may be an obstacle.
+        """
+
+
 @runtime_checkable
 class RescalesInPlace(Protocol):
     """A backend that can add and remove nodes of a running attempt whose launcher supports it."""

@@ -34,6 +34,7 @@ _PLACES = {
     "cancel": "cancel:cancel",
     "prune": "cancel:prune",
     "explain": "inspect:explain",
+    "drill": "drill:drill",
     "simulate": "simulate:simulate",
     "demo": "demo:demo",
 }

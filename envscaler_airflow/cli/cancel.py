@@ -110,7 +110,7 @@ class _Cancel:
 
     def _as_owner(self, state: RunState) -> RunState:
         """Become the owner, and stop it."""
-        actor, backend = shell_actor(self.run), self._backend_of(state)
+        actor, backend = shell_actor(self.run), backend_of(self.run, state)
         write_owner(self.run, actor.ti_id, backend)
         _append(self.run, NewOwner(reason="to stop it: no owner watches it"), actor)
         if state.live is None:
@@ -129,19 +129,12 @@ class _Cancel:
             owner.go_on()
         return self.run.events.load()
 
-    def _backend_of(self, state: RunState) -> Backend:
-        """The backend of the live attempt, also of an intended one, where its last shell reached it."""
-        name = "" if state.live is None else state.live.allocation.offer.cloud
-        if name not in backend_names():
-            name = "local"
-        return shell_backend(name, given=address_of(self.run, name))
-
     def _beside_airflow(self, state: RunState) -> str:
         """What a kill of the task does: its next try finds the request; what still runs saves and ends."""
         owner = state.owner
         acted = False
         if owner is not None and state.live is not None:
-            backend = self._backend_of(state)
+            backend = backend_of(self.run, state)
             acted = kill_quietly(self.run, backend, ti_id=owner.ti_id, reason=REASON)
         if acted:
             self.say("asked what still runs to save and stop; the next try of its task records the end")
@@ -149,6 +142,14 @@ class _Cancel:
         request_stop(self.run, reason=REASON, by=user_name())
         self.say("nothing of it runs; the next try of its task finds the request and stops")
         return "asked"
+
+
+def backend_of(run: Run, state: RunState) -> Backend:
+    """The backend of the live attempt, also of an intended one, where its last shell reached it."""
+    name = "" if state.live is None else state.live.allocation.offer.cloud
+    if name not in backend_names():
+        name = "local"
+    return shell_backend(name, given=address_of(run, name))
 
 
 def _append(run: Run, body: NewOwner | Stopped, actor: Actor) -> RunState:

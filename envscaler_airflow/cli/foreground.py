@@ -23,7 +23,14 @@ from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.cli.follow import OutputReader, StageFollower, Voice, marked, progress_line
 from envscaler_airflow.cli.tables import print_report
-from envscaler_airflow.errors import BackendError, EnvScalerError, ProtocolError, RunFailedError, StoreError
+from envscaler_airflow.errors import (
+    BackendError,
+    EnvScalerError,
+    ProtocolError,
+    RunFailedError,
+    SpecError,
+    StoreError,
+)
 from envscaler_airflow.local_files import user_name
 from envscaler_airflow.owner.foreground import ForegroundOwner
 from envscaler_airflow.owner.owner import Owner
@@ -148,6 +155,30 @@ def _of_shell(run: Run, body: dict[str, Any]) -> Ownership:
     if process.is_alive():
         return Ownership(name, "there", "the process runs")
     return Ownership(name, "gone", "the process has ended")
+
+
+def watcher_of(run: Run, state: RunState, pid: int | None = None) -> ProcessId:
+    """The process that watches the run, on this machine: the shell that owns it, or the triggerer *pid*.
+
+    Raises:
+        SpecError: It is not known, or does not run here.
+    """
+    if pid is not None:
+        process, name = ProcessId.of(pid), f"process {pid}"
+    elif is_of_shell(run):
+        body = _written(run) or {}
+        machine = body.get("machine")
+        is_here = isinstance(machine, dict) and Identity.from_dict(machine) == this_identity()
+        process = ProcessId.from_dict(body.get("process")) if is_here else None
+        name = owner_of(run, state).name
+    else:
+        raise SpecError(
+            "name the triggerer's process of this machine by --triggerer PID: `pgrep -f 'airflow triggerer'` "
+            "finds it; every task that it watches is watched again only after its restart"
+        )
+    if process is None or not process.is_alive():
+        raise SpecError(f"{name} does not run on this machine")
+    return process
 
 
 def _by_lease(run: Run, name: str) -> Ownership:

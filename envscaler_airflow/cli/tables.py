@@ -18,6 +18,7 @@ from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.run import RunState
 from envscaler_airflow.run.cost import Bill
 from envscaler_airflow.run.narration import allocation_name, printable, totals, transfer_text
+from envscaler_airflow.run.rehearsal import Rehearsal
 
 LEAST_COLUMNS = 80
 """What a narrower terminal is taken for: it wraps lines, a table would cut amounts. Chosen: the usual."""
@@ -186,6 +187,29 @@ def print_report(report: Report, console: Console | None = None) -> None:
         console.print(f"price: {source}")
     for note in bill.notes:
         console.print(f"note: {note}")
+
+
+def print_rehearsals(found: Sequence[Rehearsal], console: Console | None = None) -> None:
+    """What each fault of a drill took and cost, and below it which bounds were missed."""
+    console = console or _own_console()
+    table = _table(title="Drill")
+    for column in ("FAULT", "DETECTED", "RESUMED", "PAUSE", "LOST", "USD", "BEFORE", "AFTER", "VERDICT"):
+        _add_column(table, column)
+    for one in found:
+        seconds = (one.detect_s, one.resume_s, one.pause_s)
+        table.add_row(
+            one.fault,
+            *("-" if value is None else f"{value:.1f} s" for value in seconds),
+            "-" if one.steps_lost is None else f"{one.steps_lost} steps",
+            number(one.usd_lost, ".4f"),
+            one.before or "-",
+            one.after or "-",
+            "passed" if one.is_passed else "missed",
+        )
+    console.print(table)
+    for one in found:
+        for reason in one.missed:
+            console.print(f"{one.fault}: {printable(reason)}")
 
 
 def _print_pauses(console: Console, bill: Bill) -> None:

@@ -8,10 +8,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from envscaler_agent.ending import EXIT_ORPHANED
 from envscaler_airflow.errors import EnvScalerError
-from envscaler_airflow.sidecar.context import SidecarContext, UnheededError, load_store_keys
+from envscaler_airflow.sidecar.context import (
+    InterruptibleStore,
+    SidecarContext,
+    UnheededError,
+    load_store_keys,
+)
 from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Spool
 from envscaler_airflow.store.base import open_store
@@ -62,7 +68,9 @@ def _context(options: argparse.Namespace) -> SidecarContext:
     load_store_keys()
     layout = Layout.read(options.layout)
     spool = Spool(options.spool)
-    run = Run(open_store(options.store, layout.store_options, must_exist=True), options.prefix)
+    store: Any = InterruptibleStore(open_store(options.store, layout.store_options, must_exist=True))
+    signal.signal(signal.SIGUSR1, lambda *_: store.go_away())
+    run = Run(store, options.prefix)
     who = AttemptNode(options.generation, options.attempt, options.node, options.nodes, claim=0)
     return SidecarContext(
         spool=spool,

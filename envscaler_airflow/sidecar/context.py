@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tenacity
 
@@ -212,6 +212,37 @@ class _Patience:
         if self._moved is not None and self._moved.files > self._files:
             self._since, self._files = now, self._moved.files
         return now - self._since >= self._context.patience_s
+
+
+AWAY_S = 60.0
+"""How long a drill keeps the store from the sidecar, seconds. Chosen: it misses four statuses and four
+readings of the lease, and no owner replaces an attempt for that."""
+
+
+class InterruptibleStore:
+    """A store in which :meth:`go_away` makes every call fail for :data:`AWAY_S`, as without an answer.
+
+    For `envscaler drill --faults store-away`, which sends the sidecar SIGUSR1. It ends by itself.
+    """
+
+    def __init__(self, store: Store, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """Pass every call to *store*."""
+        self._store, self._monotonic = store, monotonic
+        self._back_at = -float("inf")
+
+    def go_away(self) -> None:
+        """Refuse calls from now on; safe in a signal handler."""
+        self._back_at = self._monotonic() + AWAY_S
+
+    def __getattr__(self, name: str) -> Any:
+        """The store's own attribute *name*.
+
+        Raises:
+            StoreError: The store is away.
+        """
+        if name not in ("url", "uri", "at_once") and self._monotonic() < self._back_at:
+            raise StoreError(f"{self._store.url}: away, for a drill", transient=True)
+        return getattr(self._store, name)
 
 
 VARIABLE = "ENVSCALER_STORE_KEYS"

@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, Leftover, ResizeState
+from envscaler_airflow.backends.base import (
+    AttemptRequest,
+    AttemptStatus,
+    Injection,
+    Leftover,
+    NodeFault,
+    ResizeState,
+)
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Answer, Cluster, Json, RefusedError, connect, located
 from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers, free_nodes, shortfall
@@ -20,19 +27,26 @@ from envscaler_airflow.backends.kubernetes.handles import (
     is_started,
     leftovers_of,
     marks_of,
+    may_start,
     parts_of,
 )
-from envscaler_airflow.backends.kubernetes.in_place import (
+from envscaler_airflow.backends.kubernetes.job_changes import (
+    amend,
     ask,
+    break_pod,
+    fault_obstacle,
     free_lost,
     is_removable,
+    is_running,
+    release_part,
     rescale_patch,
+    running_pod,
     state_of,
     status_of,
+    stop_part,
     unneeded,
 )
 from envscaler_airflow.backends.kubernetes.job_manifest import (
-    MAIN,
     job_artefact,
     render_attempt,
     render_parts,
@@ -40,6 +54,7 @@ from envscaler_airflow.backends.kubernetes.job_manifest import (
 )
 from envscaler_airflow.backends.kubernetes.job_reader import (
     gone,
+    kept_output,
     look_at,
     steadily,
     with_history,
@@ -57,7 +72,6 @@ from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S, any_
 from envscaler_airflow.backends.kubernetes.security import OF_STORE
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
-from envscaler_airflow.backends.kubernetes.stopping import amend, release_part, stop_part
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.images.targets import with_image
 from envscaler_airflow.run import Handle, Outcome, outcome_of
@@ -72,12 +86,6 @@ SETTLE_S = 5.0
 """Longest wait of ``submit`` for the cluster's first report. Chosen: a scheduler answers in a second."""
 
 _POLL_S = 0.2
-_NO_LOG = (
-    b'failed to try resolving symlinks in path "/var/log/pods/',
-    b"unable to retrieve container logs for ",
-)
-"""The kubelet's message, with status 200, that a log no longer exists. Source: kubelet, kuberuntime_logs.go.
-"""
 
 
 class KubernetesBackend:
@@ -254,7 +262,7 @@ class KubernetesBackend:
         if not any(jobs):
             self._check_room(request, parts)
         made = self._create_all(request, parts, jobs)
-        waiting = [_may_start(job) for job in made]
+        waiting = [may_start(job) for job in made]
         try:
             for part, job, waits in zip(parts, made, waiting, strict=True):
                 if waits:
@@ -316,7 +324,7 @@ class KubernetesBackend:
     ) -> list[Json]:
         """The existing Jobs and the missing ones; if one cannot be created, the new ones are removed."""
         made: list[Json] = []
-        new = [job for job in jobs if job is not None and _may_start(job)]  # from an interrupted start
+        new = [job for job in jobs if job is not None and may_start(job)]  # from an interrupted start
         for part, job in zip(parts, jobs, strict=True):
             try:
                 made.append(job or self._create(request, part))
@@ -497,18 +505,7 @@ class KubernetesBackend:
 
     def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
         """The output of each node that the kubelet keeps, from byte *since* on."""
-        for node, pod in self.pods(handle):
-            path = names.pods(pod["metadata"]["namespace"], pod["metadata"]["name"], "log")
-            skip, lines = (since or {}).get(node, 0), []
-            try:
-                lines = list(self.cluster.stream(path, {"container": MAIN}))
-            except RefusedError as err:
-                if err.status not in (400, 404):  # not started, or deleted
-                    raise
-            whole = b"".join(lines)
-            text = b"" if whole.startswith(_NO_LOG) else whole[skip:]
-            if text:
-                yield node, text
+        return kept_output(self.cluster, self.pods(handle), since or {})
 
     def rescale(self, handle: Handle, nodes: int) -> Handle:
         """Change its Job to *nodes* nodes, keeping the first ones; returns the new handle.
@@ -561,9 +558,16 @@ class KubernetesBackend:
         state = state_of(live)
         return "going" if state == "done" and len(live) < nodes else state
 
+    def obstacle(self, handle: Handle, fault: NodeFault, *, node: int) -> str:
+        """Why *fault* cannot be injected into *node*; "" if it can. Raises BackendError."""
+        return fault_obstacle(self.cluster, running_pod(self.pods(handle), node), fault)
+
+    def inject(self, handle: Handle, fault: NodeFault, *, node: int) -> Injection:
+        """Break the pod of *node*. Raises BackendError if there is an obstacle."""
+        return break_pod(self.cluster, running_pod(self.pods(handle), node), fault)
+
     def _live(self, handle: Handle) -> tuple[Json, ...]:
-        pods = (pod for _, pod in self.pods(handle) if not pod["metadata"].get("deletionTimestamp"))
-        return tuple(pod for pod in pods if (pod.get("status") or {}).get("phase") == "Running")
+        return tuple(pod for _, pod in self.pods(handle) if is_running(pod))
 
     # -- ending
 
@@ -585,11 +589,6 @@ class KubernetesBackend:
     def _read(self, name: str) -> Json | None:
         found = self.cluster.find(names.jobs(self.namespace, name))
         return None if found is None else found.body
-
-
-def _may_start(job: Json) -> bool:
-    """True for a Job whose start was interrupted, or that was just created."""
-    return not is_started(job) and job_end(job) is None and stop_asked(job) is None
 
 
 def error_of(row: Outcome) -> type[CapacityError | NoOfferError | SpecError]:

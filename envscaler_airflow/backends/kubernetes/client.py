@@ -9,7 +9,7 @@ import email.utils
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -261,6 +261,34 @@ class Cluster:
             if rest:
                 yield rest
 
+    def execute(self, namespace: str, pod: str, container: str, command: Sequence[str]) -> str:
+        """Run *command* in a container of *pod*; returns what it printed, errors too.
+
+        Raises:
+            BackendError: It could not be run.
+        """
+        client, streams = _package("client"), _package("stream")
+        api = client.CoreV1Api(client.ApiClient(self._api.configuration))  # the call changes its client
+        try:
+            printed = streams.stream(
+                *(api.connect_get_namespaced_pod_exec, pod, namespace),
+                container=container,
+                command=list(command),
+                stdin=False,
+                stdout=True,
+                stderr=True,
+                tty=False,
+                _request_timeout=TIMEOUT_S,
+            )
+        except client.ApiException as err:
+            raise BackendError(f"exec in {namespace}/{pod}, container {container}: {err.reason}") from err
+        return str(printed)
+
+    def may(self, verb: str, resource: str, subresource: str, namespace: str) -> bool:
+        """True if the API server would allow the call. Raises BackendError."""
+        of = {"namespace": namespace, "verb": verb, "resource": resource, "subresource": subresource}
+        return bool((self.create(_REVIEWS, _review(of)).get("status") or {}).get("allowed"))
+
     # -- one call
 
     def _call(
@@ -326,13 +354,7 @@ class Cluster:
         ready = self._status_of(_Call("GET", "/readyz"))
         if ready not in (401, 403, 404):
             return ready >= 500
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": {"verb": "get", "resource": "pods"}},
-        }
-        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        asked = self._status_of(_Call("POST", path, body=review))
+        asked = self._status_of(_Call("POST", _REVIEWS, body=_review({"verb": "get", "resource": "pods"})))
         return asked == 403 or asked >= 500
 
     def _status_of(self, call: _Call) -> int:
@@ -383,6 +405,18 @@ class Cluster:
         """Raise unless the answer is a success."""
         if int(response.status) >= 300:
             raise _refusal(method, path, response)
+
+
+_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+
+def _review(of: Mapping[str, str]) -> Json:
+    """The question whether this identity may make a call."""
+    return {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": dict(of)},
+    }
 
 
 def _refusal(method: str, path: str, response: Any) -> RefusedError:

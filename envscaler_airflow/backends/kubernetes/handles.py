@@ -10,7 +10,7 @@ from typing import Any
 from envscaler_airflow.backends.base import AttemptRequest, Leftover
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Answer
-from envscaler_airflow.backends.kubernetes.job_snapshot import job_end, timestamp
+from envscaler_airflow.backends.kubernetes.job_snapshot import job_end, stop_asked, timestamp
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.run import Handle
 
@@ -131,6 +131,11 @@ def is_of(job: Json, request: AttemptRequest) -> bool:
 def is_started(job: Json) -> bool:
     """True when its pods may be created: it is not suspended, or its queue decides."""
     return (job["metadata"].get("annotations") or {}).get(names.READY) == "true"
+
+
+def may_start(job: Json) -> bool:
+    """True for a Job whose start was interrupted, or that was just created."""
+    return not is_started(job) and job_end(job) is None and stop_asked(job) is None
 
 
 def is_released(job: Json) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from envscaler_airflow.backends.base import AttemptStatus
 from envscaler_airflow.backends.kubernetes import failures, names
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
-from envscaler_airflow.backends.kubernetes.failures import is_waiting_silently
+from envscaler_airflow.backends.kubernetes.failures import MAIN, is_waiting_silently
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.job_snapshot import Seen, job_end
 from envscaler_airflow.backends.kubernetes.job_usage import needs_history
@@ -151,3 +151,29 @@ def _warnings(cluster: Cluster, view: View | None, seen: Seen) -> tuple[Json, ..
         with suppress(RefusedError):
             found += cluster.list(names.events(metadata["namespace"]), query).body["items"]
     return tuple(found)
+
+
+_NO_LOG = (
+    b'failed to try resolving symlinks in path "/var/log/pods/',
+    b"unable to retrieve container logs for ",
+)
+"""The kubelet's message, with status 200, that a log no longer exists. Source: kubelet, kuberuntime_logs.go.
+"""
+
+
+def kept_output(
+    cluster: Cluster, pods: Iterable[tuple[int, Json]], since: Mapping[int, int]
+) -> Iterator[tuple[int, bytes]]:
+    """The output of each ``(node, pod)`` that the kubelet keeps, from byte *since* on."""
+    for node, pod in pods:
+        path = names.pods(pod["metadata"]["namespace"], pod["metadata"]["name"], "log")
+        lines: list[bytes] = []
+        try:
+            lines = list(cluster.stream(path, {"container": MAIN}))
+        except RefusedError as err:
+            if err.status not in (400, 404):  # not started, or deleted
+                raise
+        whole = b"".join(lines)
+        text = b"" if whole.startswith(_NO_LOG) else whole[since.get(node, 0) :]
+        if text:
+            yield node, text

@@ -13,11 +13,19 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from envscaler_agent.process import ADDRESS as RENDEZVOUS
-from envscaler_airflow.backends.base import AttemptRequest, AttemptStatus, Backend, NodeEnd
+from envscaler_airflow.backends.base import (
+    AttemptRequest,
+    AttemptStatus,
+    Backend,
+    Injection,
+    NodeEnd,
+    NodeFault,
+)
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.files import read_output
 from envscaler_airflow.backends.local.machine import Machine, this_machine
@@ -27,7 +35,15 @@ from envscaler_airflow.backends.local.node_environment import (
 )
 from envscaler_airflow.backends.local.node_plan import Programs, attempt_name, render_attempt
 from envscaler_airflow.backends.local.node_status import NodeView, views, was_started
-from envscaler_airflow.backends.local.processes import kill_all
+from envscaler_airflow.backends.local.processes import (
+    ProcessId,
+    fill_memory,
+    find_program,
+    kill_all,
+    prefer_for_kill,
+    restore_scores,
+    training_of,
+)
 from envscaler_airflow.backends.local.shares import (
     Claim,
     Slots,
@@ -43,6 +59,7 @@ from envscaler_airflow.local_files import remove_tree
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.run import Handle
 from envscaler_airflow.run.cost import UsageInterval
+from envscaler_airflow.sidecar.context import AWAY_S
 
 START_PATIENCE_S = 30.0
 """Longest wait for node main to report its process id. Chosen: a hundred times the usual, for a loaded
@@ -215,6 +232,51 @@ class LocalBackend:
                 for process in found:
                     process.signal(signal.SIGKILL)
                 kill_all(survivors, spare={os.getpid()})
+
+    def obstacle(self, handle: Handle, fault: NodeFault, *, node: int) -> str:
+        """Why *fault* cannot be injected into *node* from this process; "" if it can."""
+        found = [view for view in self._views(handle) if view.node == node]
+        if not found:
+            return f"the attempt has no node {node}"
+        view, scope = found[0], found[0].survivors().scope
+        if not view.is_here:
+            return f"node {node} runs on {view.identity.host}, in a process table that is not visible here"
+        if view.end() is not None or not view.is_live():
+            return f"node {node} does not run"
+        if fault == "oom" and not (scope.memory and "memory" in scope.limits):
+            return (
+                f"no cgroup limits the memory of node {node}: {'; '.join(scope.notes) or 'no limit is set'}"
+            )
+        return ""
+
+    def inject(self, handle: Handle, fault: NodeFault, *, node: int) -> Injection:
+        """Break *node* by signals to its processes, or by a process that fills its memory.
+
+        Raises:
+            BackendError: There is an obstacle, or the process to signal does not run.
+        """
+        if obstacle := self.obstacle(handle, fault, node=node):
+            raise BackendError(f"{fault}: {obstacle}")
+        view = self._views(handle)[node]
+        survivors, request = view.survivors(), files.read_json(view.folder / files.REQUEST) or {}
+        if fault == "lose-node":
+            self.take_away(handle, nodes=(node,))
+            return Injection(f"killed every process of node {node}, as the loss of its machine would")
+        role = "sidecar" if fault in ("kill-sidecar", "store-away") else "wrapper"
+        process = find_program(survivors, request.get(role) or [""])
+        if process is None:
+            raise BackendError(f"{fault}: the {role} of node {node} does not run now")
+        if fault == "stall":
+            return _stall(process, node)
+        if fault == "oom":
+            scores = prefer_for_kill(training_of(process))
+            hog = fill_memory(survivors.scope)
+            did = f"process {hog.pid} fills the memory of node {node}, so the training is killed"
+            return Injection(did, undo=partial(_end, hog, scores))
+        process.signal(signal.SIGKILL if fault == "kill-sidecar" else signal.SIGUSR1)
+        if fault == "kill-sidecar":
+            return Injection(f"killed the sidecar of node {node} (process {process.pid})")
+        return Injection(f"the sidecar of node {node} gets no answer from the store", lasts_s=AWAY_S)
 
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
         """One interval for each node that was started, by node main's timestamps."""
@@ -426,6 +488,26 @@ class _Start:
                     end = NodeEnd(None, None, "setup-failed", reason)
                     files.write_json(folder / files.END, {"id": None, **asdict(end)})
         return BackendError(f"{self._folder.name} n{failed}: {reason}", transient=True)
+
+
+def _stall(wrapper: ProcessId, node: int) -> Injection:
+    """Suspend the training below *wrapper*."""
+    found = training_of(wrapper)
+    for process in found:
+        process.signal(signal.SIGSTOP)
+
+    def resume() -> None:
+        for process in found:
+            process.signal(signal.SIGCONT)
+
+    pids = " ".join(str(process.pid) for process in found)
+    return Injection(f"suspended the training of node {node} (SIGSTOP)", resume, f"kill -CONT {pids}")
+
+
+def _end(hog: subprocess.Popen[bytes], scores: Mapping[ProcessId, str]) -> None:
+    hog.kill()
+    hog.wait()
+    restore_scores(scores)
 
 
 def _free_port() -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +141,77 @@ def descendants(pid: int) -> set[int]:
     with suppress(psutil.Error):
         return {child.pid for child in psutil.Process(pid).children(recursive=True)}
     return set()
+
+
+def find_program(survivors: Survivors, words: Sequence[str]) -> ProcessId | None:
+    """The process of the node whose command line begins with *words*; None when it does not run."""
+    import psutil  # noqa: PLC0415  # as above
+
+    for found in survivors.find():
+        with suppress(psutil.Error):
+            if psutil.Process(found.pid).cmdline()[: len(words)] == list(words):
+                return found
+    return None
+
+
+def training_of(wrapper: ProcessId) -> set[ProcessId]:
+    """The command of *wrapper* and what it started; the sampler is in the wrapper's own process group."""
+    found = set()
+    for pid in descendants(wrapper.pid):
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) != os.getpgid(wrapper.pid) and (one := ProcessId.of(pid)) is not None:
+                found.add(one)
+    return found
+
+
+HOG_S = 60.0
+"""Longest life of the process that fills a node's memory, seconds. Chosen: some GiB a second."""
+_HOG = f"""
+import os, sys, time
+group, counter = sys.argv[1:]
+def kills():
+    lines = open(os.path.join(group, counter)).read().splitlines()
+    return dict(line.split() for line in lines).get("oom_kill")
+before, until = kills(), time.monotonic() + {HOG_S}
+open(os.path.join(group, "cgroup.procs"), "w").write("0")
+blocks = []
+while kills() == before and time.monotonic() < until:
+    blocks.append(b"x" * (1 << 20))
+"""
+"""Joins the training's group, and fills it until the kernel has killed another process of it."""
+
+
+def prefer_for_kill(processes: Iterable[ProcessId]) -> dict[ProcessId, str]:
+    """Let the kernel kill *processes* first where memory is out; returns their scores before.
+
+    Source: Linux, proc_pid_oom_score_adj(5); raising it needs no privilege.
+    """
+    before = {}
+    for process in processes:
+        with suppress(OSError):
+            score = Path(f"/proc/{process.pid}/oom_score_adj")
+            before[process] = score.read_text(encoding="ascii")
+            score.write_text("1000", encoding="ascii")
+    return before
+
+
+def restore_scores(before: Mapping[ProcessId, str]) -> None:
+    """Give each process that still runs its score of *before*."""
+    for process, score in before.items():
+        with suppress(OSError):
+            if process.is_alive():
+                Path(f"/proc/{process.pid}/oom_score_adj").write_text(score, encoding="ascii")
+
+
+def fill_memory(scope: CgroupScope) -> subprocess.Popen[bytes]:
+    """Start a process that uses the rest of the training's memory, and ends by itself."""
+    is_unified = Path(scope.memory, "memory.events").exists()
+    counter = "memory.events" if is_unified else "memory.oom_control"
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _HOG, scope.memory, counter],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _environ(pid: int) -> list[bytes]:

@@ -35,7 +35,14 @@ async def answer(cluster: Cluster, scope: MutableMapping[str, Any], receive: Rec
         return
     await send({"type": "websocket.accept", "subprotocol": PROTOCOL})
     inside = psutil.Process(process.pid).children()
-    enter = ["nsenter", "--target", str(inside[0].pid if inside else process.pid), "--mount", "--root"]
+    enter = [
+        "nsenter",
+        "--target",
+        str(inside[0].pid if inside else process.pid),
+        "--mount",
+        "--pid",
+        "--root",
+    ]
     ran = await asyncio.create_subprocess_exec(
         *enter,
         *command,

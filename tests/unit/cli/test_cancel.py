@@ -29,9 +29,9 @@ ON_CLUSTER = replace(SMALL, offer=replace(SMALL.offer, cloud="kubernetes"))
 def test_the_machines_of_an_intent_are_looked_for_where_it_was_to_start(tmp_path, monkeypatch, events, name):
     """Its owner may have started it and died before it could record the start (A4)."""
     monkeypatch.setattr(cancel, "shell_backend", lambda kind, given: kind)
-    asked = cancel._Cancel(Run(FileStore(tmp_path), "shell/shell/one/train/-1"), print)
+    found = Run(FileStore(tmp_path), "shell/shell/one/train/-1")
 
-    assert asked._backend_of(run(*events)) == name
+    assert cancel.backend_of(found, run(*events)) == name
 
 
 def test_a_user_without_a_name_can_cancel(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from envscaler_agent.protocol import END_REASONS, Ended, Status
 from envscaler_airflow.backends.base import NodeEnd
 from envscaler_airflow.backends.kubernetes import backend
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.in_place import status_of
+from envscaler_airflow.backends.kubernetes.job_changes import status_of
 from envscaler_airflow.backends.kubernetes.job_snapshot import Seen
 from envscaler_airflow.backends.local.node_main import tell_end
 from envscaler_airflow.errors import CapacityError, NoOfferError, ProtocolError, SpecError

@@ -11,7 +11,7 @@ from envscaler_airflow.backends.kubernetes.cluster_offers import (
     requested,
     shortfall,
 )
-from envscaler_airflow.backends.kubernetes.in_place import (
+from envscaler_airflow.backends.kubernetes.job_changes import (
     is_removable,
     rescale_patch,
 )

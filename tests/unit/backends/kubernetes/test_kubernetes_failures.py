@@ -12,7 +12,7 @@ from envscaler_airflow.backends.kubernetes import failures, names
 from envscaler_airflow.backends.kubernetes import job_snapshot as reading
 from envscaler_airflow.backends.kubernetes.failures import end_of, read_attempt, waiting_for
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.in_place import unneeded
+from envscaler_airflow.backends.kubernetes.job_changes import unneeded
 from envscaler_airflow.backends.kubernetes.job_snapshot import Seen
 from envscaler_airflow.run import NodeStatus
 

@@ -1,6 +1,6 @@
 """Build the packaged snapshot from tables of offers.
 
-Run it with ``python -m envscaler_airflow.catalog.build_snapshot FOLDER``.
+Run it with ``python -m envscaler_airflow.catalog FOLDER``.
 
 It is for maintainers of the package; users refresh prices instead.
 """
