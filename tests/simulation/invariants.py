@@ -20,6 +20,7 @@ from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.store.clock import STEP_S
 from envscaler_airflow.store.run import Run
 from tests.simulation.cloud import Node, SimCloud
+from tests.simulation.coverage import pair_of
 from tests.simulation.kernel import PAUSE_S, Machine, Violation, World
 from tests.simulation.store import Effect, SimClient, SimStore
 
@@ -135,6 +136,8 @@ class Invariants:
         if event.number != ledger.state.number + 1:
             fail("events", f"event {event.number} follows {ledger.state.number}")
         self._check_event(ledger, event)
+        writer = self.world.current.kind if self.world.current else "world"
+        self.world.counts[pair_of(event, ledger.state, writer)] += 1
         ledger.state = fold([event], ledger.state)
         self._note_event(ledger, event)
 
