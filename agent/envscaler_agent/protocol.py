@@ -565,8 +565,10 @@ class Manifest(Message):
     links: Dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse an unknown kind and a path that occurs twice."""
+        """Refuse an unknown kind, a file that is not exactly one, and a path that occurs twice."""
         _check(self.kind, ("checkpoint", "directory", "file"), "kind")
+        if self.kind == "file" and len(self.files) != 1:
+            raise ValueError(f"files: a manifest of one file has {len(self.files)}")
         paths = [item.path for item in self.files]
         if len({(item.path, item.node if item.claim else 0) for item in self.files}) != len(paths):
             raise ValueError("files: a path is named twice")

@@ -317,7 +317,7 @@ def _read(watched: Watched) -> Dict[str, Any]:
         return {}
     try:
         body = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
 

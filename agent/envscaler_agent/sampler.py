@@ -256,6 +256,6 @@ class SamplerChild:
 def _parse(line: bytes) -> Optional[Dict[str, Any]]:
     try:
         sample = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return sample if isinstance(sample, dict) else None

@@ -109,7 +109,7 @@ def facts_of(folder: Path) -> Dict[str, Any]:
     """Return the content of ``agent.json``, {} without one."""
     try:
         body = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
 

@@ -268,7 +268,7 @@ def snapshot_sequence(path: Path) -> int:
     """Return the control sequence that the sidecar's snapshot answers, -1 without one."""
     try:
         body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return -1
     sequence = body.get("sequence") if isinstance(body, dict) else body
     return sequence if isinstance(sequence, int) else -1

@@ -78,7 +78,7 @@ def unpack(data: bytes, *, name: str = "catalog") -> OfferTable:
             machines={(cells[0], cells[1]): InstanceDetails(*cells[2:]) for cells in head["machines"]},
             **columns,  # type: ignore[arg-type]  # the codes above say which is which
         )
-    except (zlib.error, KeyError, TypeError, ValueError) as err:
+    except (zlib.error, KeyError, TypeError, ValueError, RecursionError) as err:
         raise SpecError(f"{name}: the table of offers is torn ({err}); make it again") from err
 
 

@@ -387,7 +387,7 @@ class PriceCache:
                 return None
             price_lists = [PriceList.from_dict(line) for line in index["price_lists"]]
             table = unpack((self.folder / COMPILED).read_bytes(), name=COMPILED)
-        except (OSError, ValueError, KeyError, TypeError, SpecError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SpecError):
             return None
         if not price_lists:
             return None
@@ -425,7 +425,7 @@ def _not_kept(path: Path, err: OSError) -> SpecError:
 def _read_list(path: Path) -> PriceList | None:
     try:
         return PriceList.from_dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -433,7 +433,7 @@ def _read_prices(path: Path) -> Mapping[str, Any]:
     """The prices of a price list without its other parts, because a plan must load fast."""
     try:
         prices = json.loads(path.read_bytes()).get("prices")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
     return prices if isinstance(prices, Mapping) else {}
 

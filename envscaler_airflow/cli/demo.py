@@ -145,7 +145,7 @@ def _value(text: str) -> Any:
     """A param as JSON where it is some, else the text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -137,7 +137,7 @@ class StageFollower:
         try:
             text = self._run.read(name, max_bytes=_MAX_OUTPUT_BYTES)
             body = json.loads(text or b"{}")
-        except (StoreError, ValueError):
+        except (StoreError, ValueError, RecursionError):
             return {}
         return body if isinstance(body, dict) else {}
 

@@ -55,7 +55,7 @@ _ORDINARY = {
 Source: docs.aws.amazon.com/awsaccountbilling/latest/aboutv2, "Reading the service price list files".
 """
 TERMS: Mapping[str, Commitment] = {"1yr": "1y", "3yr": "3y"}
-_STRANGE = (ValueError, KeyError, TypeError, AttributeError)
+_STRANGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that a response raises if its shape differs from AWS' documentation."""
 
 _ARCHES = {"x86_64": "x86_64", "arm64": "arm64"}

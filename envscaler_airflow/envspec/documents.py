@@ -68,8 +68,10 @@ _TRAPS = {
 }
 """Plain scalars that YAML and JSON parsers read differently, and what to write instead."""
 _TAGS = (None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq")))
-_QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|(?:^|\s)#.*")
-"""The quoted parts and the comment of a line."""
+_QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*(?:\"|\\?\Z)|'[^']*'|(?:^|\s)#.*")
+"""The quoted parts and the comment of a line. A double quote that is not closed quotes the rest of the line:
+otherwise the search would start again at each escaped quote, which takes quadratic time.
+"""
 _UNQUOTED = 'a template without quotes; write it in quotes: "{{ parameters.x }}"'
 
 

@@ -104,7 +104,7 @@ def _client(hook: Any) -> Any:
 def _object(given: object, where: str) -> dict[str, Any]:
     try:
         body = json.loads(given) if isinstance(given, str) else given
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise SpecError(f"{where}: is not valid JSON: {err}") from err
     if not isinstance(body, Mapping):
         raise SpecError(f'{where}: is not an object; write {{"namespace": "training"}}')

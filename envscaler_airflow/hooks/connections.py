@@ -115,7 +115,7 @@ def object_of(value: object) -> object:
     if isinstance(value, str) and value.lstrip()[:1] == "{":
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 

@@ -39,7 +39,7 @@ class _Answer:
         """Return the server's own message."""
         try:
             return str(json.loads(self.text)["error"])[:200]
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             return self.text[:200]
 
 

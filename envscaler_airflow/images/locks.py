@@ -214,7 +214,7 @@ def _conda_conflicts(spec: EnvSpec, requirements: Requirements) -> list[Finding]
 def _conda_message(done: Output) -> str:
     try:
         body = json.loads(done.out)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = {}
     if isinstance(body, dict):
         told = [str(body[key]) for key in ("message", "error", "solver_problems") if body.get(key)]

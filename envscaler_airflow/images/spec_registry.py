@@ -200,7 +200,7 @@ class Entry:
                 str(body["name"]), Version.parse(body["version"]), str(body["text"]), str(body["sha256"]),
                 str(body["by"]), None if at is None else float(at), str(body["writer"]),
             )  # fmt: skip
-        except (ValueError, KeyError, TypeError, SpecError) as err:
+        except (ValueError, KeyError, TypeError, RecursionError, SpecError) as err:
             raise ProtocolError(f"{where} is not an entry of a registry: {err!r}") from err
         if hashlib.sha256(entry.text.encode()).hexdigest() != entry.sha256:
             raise ProtocolError(f"{where}: its text is not what its sha256 says; pull it again")

@@ -148,7 +148,7 @@ class Transcript:
         try:
             bill = Bill.from_dict(json.loads(text or b"{}")["report"]["bill"])
             return [f"cost: {line}" for line in totals(bill)]
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             return []
 
 

@@ -12,6 +12,7 @@ from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
+from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.owner import facts, limits
 from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
@@ -171,8 +172,10 @@ class ScalingWatcher:
         return self._policies
 
     def _read_plan(self) -> Mapping[str, Any]:
-        text = self._run.read(PLAN)
-        body = json.loads(text) if text else {}
+        try:
+            body = json.loads(self._run.read(PLAN) or b"{}")
+        except (ValueError, RecursionError) as err:
+            raise ProtocolError(f"{self._run.uri(PLAN)}: not JSON: {err}") from err
         return body if isinstance(body, dict) else {}
 
     def candidates(self, state: RunState) -> tuple[Allocation, ...]:

@@ -210,7 +210,7 @@ def _in_bytes(data: bytes) -> Iterator[int]:
         return
     try:
         body = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if isinstance(body, Mapping):
         yield from _in_mapping(body)

@@ -128,7 +128,7 @@ def load_models(folder: Path, types: Sequence[str]) -> dict[str, Model]:
         statistics = _read(folder / "stat_efficiency.csv")
         throughputs = [row for path in sorted(folder.glob("throughput_*.csv")) for row in _read(path)]
         sheets = _sheets(folder / "gpus.csv")
-    except (OSError, ValueError, csv.Error) as err:
+    except (OSError, ValueError, RecursionError, csv.Error) as err:
         raise SpecError(f"{folder}: profiles cannot be read: {err}") from err
     measured = [row for row in throughputs if "local_bsz" in row and row["gpu_type"] in types]
     models, name = {}, ""

@@ -122,7 +122,7 @@ class Run(StoreView):
         text = self.read(name, max_bytes=MAX_SPEC_BYTES)
         try:
             document = json.loads(text or b"")
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:
             fault = "is absent" if text is None else f"not JSON: {err}"
             raise ProtocolError(f"{self.prefix}/{name}: {fault}") from err
         if not isinstance(document, dict):

@@ -321,7 +321,7 @@ class Cluster:
                 found = _read(text, shape) if text else {}
             except self._transport_errors() as err:
                 raise BackendError(f"{method} {path}: the answer broke off: {err}", transient=True) from err
-            except ValueError as err:
+            except (ValueError, RecursionError) as err:
                 raise BackendError(
                     f"{method} {path}: the answer is not valid JSON: {err}", transient=True
                 ) from err
@@ -425,7 +425,7 @@ def _refusal(method: str, path: str, response: Any) -> RefusedError:
     try:
         body = json.loads(text)
         reason, message = str(body.get("reason") or ""), str(body.get("message") or "")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         reason, message = "", text.decode("utf-8", errors="replace").strip()[:500]
     if status == 403 and "cannot" in message:
         message += f" (verb {_VERBS[method]}); `envscaler kubernetes rbac` prints the Role that is needed"

@@ -295,7 +295,7 @@ def _said(end: Json) -> tuple[str | None, str]:
     try:
         body = json.loads(text)
         reason, detail = body["reason"], str(body.get("detail") or "")
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None, text.strip().rpartition("\n")[2][:MAX_DETAIL_CHARACTERS]
     return (reason, detail[:MAX_DETAIL_CHARACTERS]) if reason in END_REASONS else (None, "")
 

@@ -89,7 +89,7 @@ def stop_asked(job: Json) -> Json | None:
     text = (job["metadata"].get("annotations") or {}).get(names.STOP)
     try:
         body = json.loads(text) if text else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else None
 

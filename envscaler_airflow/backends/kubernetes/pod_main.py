@@ -89,7 +89,7 @@ def say_end(spool: Path, log: Path = TERMINATION_LOG) -> None:
 def _read(path: Path) -> Dict[str, Any]:
     try:
         body = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
 

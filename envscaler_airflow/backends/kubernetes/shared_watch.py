@@ -326,7 +326,7 @@ class View:
                 return
             try:
                 yield json.loads(line)
-            except ValueError as err:  # interrupted in the middle of a line
+            except (ValueError, RecursionError) as err:  # interrupted in the middle of a line
                 raise BackendError(f"{table.path}: the watch broke off: {err}", transient=True) from err
 
 

@@ -144,6 +144,15 @@ def test_other_names_are_no_checkpoints(name):
     assert protocol.parse_checkpoint_name(name) is None
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_manifest_of_one_file_has_one(count):
+    """Readers take the first; an output of another stage is checked when it is read (B1)."""
+    files = tuple(ManifestFile(path=str(number), size=0, sha256="0" * 64) for number in range(count))
+
+    with pytest.raises(ValueError, match=f"a manifest of one file has {count}"):
+        Manifest(kind="file", files=files)
+
+
 @pytest.mark.parametrize(
     "links",
     [

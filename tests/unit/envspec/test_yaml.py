@@ -257,3 +257,10 @@ def test_a_fault_beside_a_quoted_template_is_what_it_is(text):
 
     assert faults.found
     assert "without quotes" not in str(next(iter(faults.found)))
+
+
+def test_a_line_of_open_quotes_is_searched_once():
+    """In a spec of the largest size; each escaped quote once began a search of its own: a minute (B1)."""
+    (found,) = faults_of('a: "' + '"\\' * 60_000)
+
+    assert "not valid YAML" in found

@@ -225,6 +225,14 @@ def test_an_end_has_its_class(name):
     assert (got.reason, got.exit_code, got.signal) == (reason, code, number)
 
 
+@pytest.mark.parametrize("message", ["[" * 4096, '{"reason": ["failed"]}', '{"reason": "root"}', "9" * 4096])
+def test_a_message_that_the_training_wrote_decides_nothing(message):
+    """The kubelet passes on 4,096 bytes of any kind; then the exit code counts (B1)."""
+    got = end_of(pod(phase="Failed", main=ended(3, message=message)))
+
+    assert (got.reason, got.exit_code) == ("failed", 3)
+
+
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_has_its_reason(name):
     """Kind and one human-readable line, the same for every version of the scheduler."""
