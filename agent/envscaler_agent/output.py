@@ -20,6 +20,11 @@ from envscaler_agent.spool import Spool, write_atomic
 
 LOG_CHUNK_BYTES = 256 << 10
 LOG_CHUNK_S = 10.0
+LATE_CHUNK_S = 60.0
+CHUNK_SHARE = 1 / 360
+"""A chunk of output is closed after 10 s or, if that is longer, after this share of the wrapper's age, but at
+most after 60 s. Chosen: 10 s in the first hour, when people watch; after six hours a minute of output may be
+lost with its machine, and a week is 10,726 objects instead of 60,480."""
 METRICS_CHUNK_BYTES = 1 << 20
 METRICS_CHUNK_S = 300.0
 MAX_WAITING = 4096
@@ -34,6 +39,11 @@ _OVERWRITES = re.compile(rb"[\r\n\x08]+")
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 """Source: ECMA-48, control sequences: colours and cursor moves of a terminal."""
 _NUMBER = re.compile(r"(\d{6,12})\.(?:open|log|jsonl)\Z")
+
+
+def chunk_age_s(least_s: float, elapsed_s: float) -> float:
+    """Return seconds after which a chunk is closed: at least *least_s*, its writer began *elapsed_s* ago."""
+    return max(least_s, min(LATE_CHUNK_S, CHUNK_SHARE * elapsed_s))
 
 
 class Chunks:
@@ -58,6 +68,7 @@ class Chunks:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._clock = clock
+        self._began = clock()
         self._file: Optional[int] = None
         self._size = 0
         self._opened_at = 0.0
@@ -80,7 +91,8 @@ class Chunks:
 
     def tick(self) -> None:
         """Close a chunk that is old enough."""
-        if self._size and self._clock() - self._opened_at >= self._max_age_s:
+        now = self._clock()
+        if self._size and now - self._opened_at >= chunk_age_s(self._max_age_s, now - self._began):
             self.close()
 
     def close(self) -> None:

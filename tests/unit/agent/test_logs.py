@@ -5,7 +5,7 @@ import os
 import pytest
 
 from envscaler_agent import output
-from envscaler_agent.output import Chunks, Lines
+from envscaler_agent.output import LOG_CHUNK_S, METRICS_CHUNK_S, Chunks, Lines, chunk_age_s
 
 
 class Clock:
@@ -32,6 +32,32 @@ def chunks(folder, clock, *, max_bytes=10):
 def closed(folder):
     """Return contents of closed chunks by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.log"))}
+
+
+@pytest.mark.parametrize(("hours", "seconds"), [(0, 10), (0.9, 10), (2, 20), (5, 50), (24, 60)])
+def test_the_longer_a_training_runs_the_later_a_chunk_is_closed(tmp_path, clock, hours, seconds):
+    """Ten seconds in the first hour, twice that after two, and never later than after a minute."""
+    writer = chunks(tmp_path, clock, max_bytes=1 << 18)
+    clock.now = begun = hours * 3600
+    writer.write(b"one line\n")
+
+    while not closed(tmp_path):
+        clock.now += 0.5
+        writer.tick()
+
+    assert clock.now - begun == pytest.approx(seconds, abs=0.7)
+
+
+def test_a_week_of_output_is_some_thousand_chunks():
+    """10,726 and not the 60,480 of one each ten seconds; metrics keep their five minutes."""
+    logs, metrics, second = 0, 0, 0.0
+    while second < 7 * 86_400:
+        logs, second = logs + 1, second + chunk_age_s(LOG_CHUNK_S, second)
+    second = 0.0
+    while second < 7 * 86_400:
+        metrics, second = metrics + 1, second + chunk_age_s(METRICS_CHUNK_S, second)
+
+    assert (logs, metrics) == (10_726, 2016)
 
 
 def test_a_chunk_is_closed_when_it_is_full(tmp_path, clock):
