@@ -156,10 +156,15 @@ _LAUNCHER = re.compile(
 """Errors with which a launcher repeats its worker's: torchrun, accelerate, torch.multiprocessing."""
 _ECHO = re.compile(
     r"Dist(?:Backend|Network|Store)Error|Connection (?:closed|reset) by|[Rr]emote process exited|Broken pipe"
+    r"|Rendezvous(?:Closed|Connection|Timeout)Error"
 )
-"""Errors of a rank whose peer has ended: the peer's own error is the cause. Source: torch.distributed, gloo,
-NCCL.
+"""Errors of a rank whose peer has ended or did not come: the cause is there. Source: torch.distributed, its
+elastic.rendezvous.api, gloo, NCCL.
 """
+_PEER = re.compile(
+    r"Dist(?:Backend|Network|Store)Error|Rendezvous(?:Closed|Connection|Timeout)Error|gloo/transport"
+)
+"""Those of them that only communication between ranks causes; a data server closes connections, too."""
 _ASIDE = re.compile(r"Exception ignored in|Exception in thread")
 """Line before the traceback of an error that ends no process. Source: CPython."""
 _FINAL_LINES = 12
@@ -188,6 +193,7 @@ class End:
         step, total_steps: Last step that it reported, and the number of all its steps; None when unknown.
         needs_all_steps: True when the spec says ``success: all-steps``.
         oom_kills: Kills by the out-of-memory killer in its cgroup while it ran.
+        nodes: How many nodes run the command together.
     """
 
     code: int
@@ -199,6 +205,7 @@ class End:
     total_steps: Optional[int] = None
     needs_all_steps: bool = False
     oom_kills: int = 0
+    nodes: int = 1
 
     @property
     def is_done(self) -> Optional[bool]:
@@ -246,6 +253,8 @@ def _reason(end: End, last_lines: Sequence[str]) -> Tuple[str, str]:
     by_error = _class_of(error)
     if by_error:
         return by_error
+    if end.nodes > 1 and error and _PEER.search(error[0]):
+        return "peer-lost", error[0][:500]
     if end.code == EXIT_NOT_FOUND:
         return "not-found", last_lines[-1] if last_lines else "a command was not found"
     if end.code < 0:

@@ -387,7 +387,8 @@ class Ended(Message):
         exit_code: 0 to 255; None when a signal ended it.
         signal: Signal number; None when it exited.
         reason: ``succeeded``, ``drained``, ``stopped``, ``orphaned``, ``failed``, ``not-found``,
-            ``setup-failed``, ``out-of-memory``, ``cuda-out-of-memory``, ``killed``, ``disk-full``.
+            ``setup-failed``, ``out-of-memory``, ``cuda-out-of-memory``, ``killed``, ``disk-full``,
+            ``peer-lost``.
         detail: One human-readable line.
         last_lines: Last lines of its output, secrets masked, at most 100.
     """
@@ -415,6 +416,7 @@ END_REASONS = (
     "cuda-out-of-memory",
     "killed",
     "disk-full",
+    "peer-lost",
 )
 """Reasons that a wrapper may report; the owner's table of outcomes defines each."""
 

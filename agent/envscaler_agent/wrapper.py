@@ -471,6 +471,7 @@ class Wrapper:
             total_steps=self._progress.total_steps,
             needs_all_steps=self._start.success == "all-steps",
             oom_kills=kills,
+            nodes=self._start.nodes,
         )
 
     # -- small things ------------------------------------------------------------------------

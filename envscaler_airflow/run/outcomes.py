@@ -109,6 +109,7 @@ _ENDS = (
     Outcome("lost", 60, "platform", "resume", "the machine went away without an end of its own"),
     Outcome("killed", 50, "platform", "resume", "a signal from outside ended it", node_decides=True),
     Outcome("orphaned", 40, "owner", "resume", "no owner renewed the lease, or the run store was away"),
+    Outcome("peer-lost", 35, "platform", "resume", "another node went away, or did not come in time"),
     Outcome("stopped", 30, "owner", "as-requested", "it stopped as requested", node_decides=True),
     Outcome("drained", 20, "owner", "as-requested", "it saved and stopped as requested", node_decides=True),
     Outcome("succeeded", 10, "user", "none", "it ended well and its outputs are stored", node_decides=True),
@@ -254,7 +255,7 @@ def end_of(observed: Observed, *, stalled: bool = False) -> End | None:
     known = [reason for reason in reasons if reason is not None]
     worst = max(range(len(known)), key=lambda i: OUTCOMES[known[i][0]].severity)
     outcome, detail = known[worst]
-    if stalled and outcome in ("stopped", "drained", "killed"):
+    if stalled and outcome in ("stopped", "drained", "killed", "peer-lost"):
         outcome = "stalled"
     return _describe(observed, observed.nodes[worst], outcome, detail)
 

@@ -376,3 +376,37 @@ def test_a_leave_now_waits_a_grace_for_the_snapshot():
 def test_what_the_end_will_be_called(ask, outcome):
     """A signal after a drain request, as in a graceful delete, leaves the outcome a drain."""
     assert ask.outcome == outcome
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (
+            f"[rank0]: {TRACEBACK}",
+            f"[rank0]: {FRAME}",
+            "[rank0]: torch.distributed.DistBackendError: NCCL error",
+        ),
+        (TRACEBACK, FRAME, "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError"),
+        (
+            TRACEBACK,
+            FRAME,
+            "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d "
+            "store has failed. See inner exception for details.",
+        ),
+    ],
+)
+def test_a_node_whose_peer_is_gone_has_not_failed_by_itself(lines):
+    """The loss of another node is no error of the code; on one node there is no other node to lose."""
+    assert reason(End(1, nodes=2), *lines) == ("peer-lost", 1)
+    assert reason(End(1, nodes=1), *lines) == ("failed", 1)
+
+
+def test_an_error_of_its_own_explains_the_end_before_that_of_a_peer():
+    """An echo after the code's own error changes nothing."""
+    own = (f"[rank1]: {TRACEBACK}", f"[rank1]: {FRAME}", "[rank1]: ValueError: labels out of range")
+    echo = (f"[rank0]: {TRACEBACK}", f"[rank0]: {FRAME}", "[rank0]: torch.distributed.DistBackendError: x")
+
+    server = (TRACEBACK, FRAME, "ConnectionResetError: [Errno 104] Connection reset by peer")
+
+    assert reason(End(1, nodes=2), *own, *echo) == ("failed", 1)
+    assert reason(End(1, nodes=2), *server) == ("failed", 1)

@@ -168,10 +168,10 @@ TODAY = {
     "deadline-exceeded", "not-started", "lost", "stalled", "killed", "orphaned", "stopped", "drained",
     "succeeded", "scheduling", "gated", "queue", "quota", "pulling", "volume", "config", "starting",
     "capacity", "placement", "image", "refused", "silent", "unneeded", "move", "spec-changed", "stop",
-    "timeout", "budget", "spec", "no-offer", "start", "backend",
+    "timeout", "budget", "spec", "no-offer", "start", "backend", "peer-lost",
 }  # fmt: skip
 LOOKED_UP = {
-    "is_disruption": {"lost", "killed"},
+    "is_disruption": {"lost", "killed", "peer-lost"},
     "is_final": {"stop", "timeout", "budget", "image", "refused", "spec", "no-offer", "start"},
     "never_starts": {"capacity", "placement", "image", "refused"},
     "is_orderly": {"succeeded", "drained", "stopped", "orphaned", "move", "spec-changed", "stop"},
@@ -189,7 +189,7 @@ def test_what_is_looked_up_holds_for_these_rows(name, rows):
 @pytest.mark.parametrize(
     ("recovery", "rows"),
     [
-        ("resume", {"lost", "killed", "orphaned", "stalled", "move", "spec-changed"}),
+        ("resume", {"lost", "killed", "peer-lost", "orphaned", "stalled", "move", "spec-changed"}),
         ("fail-if-repeated", {"cuda-out-of-memory", "disk-full", "not-found", "setup-failed", "failed"}),
         ("next-offer", {"not-started", "capacity", "placement", "backend"}),
         ("as-requested", {"stopped", "drained"}),
@@ -219,7 +219,7 @@ def test_a_node_waits_for_the_next_pod_of_node_0_where_the_stage_is_not_to_blame
     """The owner or the platform ended it; after any other end the other nodes fail too."""
     blameless = {name for name in END_REASONS if outcome_of(name).caused_by in ("owner", "platform")}
 
-    assert blameless & TODAY == {"drained", "stopped", "orphaned", "killed"}
+    assert blameless & TODAY == {"drained", "stopped", "orphaned", "killed", "peer-lost"}
 
 
 AT_ONCE = {"none": "succeed", "resume-if-funded": "fail"}
@@ -309,3 +309,19 @@ def test_a_wrapper_that_reports_an_unknown_end_is_refused():
     """The wire has only the protocol's names, even if the owner's table has more."""
     with pytest.raises(ProtocolError, match="reason must be one of"):
         Status.from_json(b'{"schema": "2.0", "ended": {"reason": "lost"}}', where="status")
+
+
+@pytest.mark.parametrize(("other", "outcome"), [("lost", "lost"), ("killed", "killed"), ("failed", "failed")])
+def test_the_end_of_the_other_node_explains_that_a_peer_was_lost(other, outcome):
+    """The node that went away names the outcome, not the one that noticed."""
+    noticed = NodeStatus(0, "ended", 1, None, "peer-lost", "NCCL error")
+    gone = NodeStatus(1, "lost") if other == "lost" else NodeStatus(1, "ended", 1, None, other)
+
+    assert end_of(Observed((noticed, gone))).outcome == outcome
+
+
+def test_a_peer_lost_before_the_first_step_fails_no_run():
+    """A node that came too late, or went away at once, is no error of the stage (feature C4)."""
+    got = next_action(run(begun(), *life("peer-lost", step=None)), Facts(backoff_is_over=True))
+
+    assert got.kind == "start"
