@@ -214,7 +214,8 @@ class _NodeZero:
 
     def _heed_end(self, ended: Ended) -> None:
         reported = f"node 0 has ended: {ended.reason} {ended.detail}"
-        is_blameless = outcome_of(ended.reason).caused_by in ("owner", "platform")
+        outcome = outcome_of(ended.reason)
+        is_blameless = outcome.is_orderly or outcome.caused_by == "platform"
         has_failed = not is_blameless and self._is_alive
         if not has_failed and self._context.monotonic() < self._until:
             self._context.messages.say("restore", f"{reported}; waits for the pod that replaces it")

@@ -389,7 +389,9 @@ class SimCloud:
         if node.is_over:
             return
         if node.life is None:
-            self._over(node, "ended", NodeEnd(None, None, "stopped", "before it ran"))
+            is_unmet = node.has_no_machine and self.world.now - node.asked_at >= NO_MACHINE_S
+            reason = "capacity" if is_unmet else "stopped"
+            self._over(node, "ended", NodeEnd(None, None, reason, "before it ran"))
             return
         if grace_s > 0:
             if not self.is_silent(node):

@@ -396,7 +396,7 @@ def test_what_the_end_will_be_called(ask, outcome):
     ],
 )
 def test_a_node_whose_peer_is_gone_has_not_failed_by_itself(lines):
-    """The loss of another node is no error of the code; on one node there is no other node to lose."""
+    """The loss of another node is not an error of the code; on one node there is no other node to lose."""
     assert reason(End(1, nodes=2), *lines) == ("peer-lost", 1)
     assert reason(End(1, nodes=1), *lines) == ("failed", 1)
 

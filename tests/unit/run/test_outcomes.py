@@ -321,7 +321,7 @@ def test_the_end_of_the_other_node_explains_that_a_peer_was_lost(other, outcome)
 
 
 def test_a_peer_lost_before_the_first_step_fails_no_run():
-    """A node that came too late, or went away at once, is no error of the stage (feature C4)."""
+    """A node that came too late, or went away at once, is not an error of the stage (feature C4)."""
     got = next_action(run(begun(), *life("peer-lost", step=None)), Facts(backoff_is_over=True))
 
     assert got.kind == "start"
