@@ -390,8 +390,7 @@ def test_what_the_end_will_be_called(ask, outcome):
         (
             TRACEBACK,
             FRAME,
-            "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d "
-            "store has failed. See inner exception for details.",
+            "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection failed",
         ),
     ],
 )
