@@ -34,30 +34,6 @@ STAGE, SENSOR = "train", "autoscale"
 KEY = RunKey("deployment", "retrain", "scheduled__1", STAGE)
 """The stage's run."""
 OVER = frozenset({"success", "failed", "skipped", "removed"})
-RATES = {
-    "crash-worker": 0.004,
-    "pause-worker": 0.001,
-    "zombie": 0.3,
-    "late-kill": 0.2,
-    "late-event": 0.03,
-    "queue-lost": 0.01,
-    "api-error": 0.01,
-    "crash-triggerer": 0.0002,
-    "kill-triggerer": 0.02,
-    "triggers-moved": 0.03,
-    "restart-scheduler": 0.02,
-    "clear": 0.04,
-    "mark-success": 0.004,
-    "mark-failed": 0.008,
-    "delete-dag-run": 0.008,
-    "edit-params": 0.02,
-    "restart-fresh": 0.006,
-    "cancel": 0.015,
-    "move": 0.04,
-    "old-trigger": 0.02,
-}
-"""Chance of each fault and of each act of a person, by kind: crashes and pauses at each effect, the others at
-each occasion. Chosen: a run of some hours meets a few of each half."""
 
 
 @dataclass(eq=False)
@@ -114,6 +90,7 @@ class Setup:
         arguments: Of the EnvStageOperator.
         has_sensor: Whether a ScalingSensor runs beside the stage.
         poll_s, check_s: Seconds between two polls of the stage's and the sensor's triggers.
+        lingers_s: How long its users look at what is over: they may clear it.
         retries: Of both tasks.
         skews_s: What each of Airflow's machines is ahead of the true time: scheduler, two workers, two
             triggerers.
@@ -124,6 +101,7 @@ class Setup:
     has_sensor: bool = False
     poll_s: float = 30.0
     check_s: float = 60.0
+    lingers_s: float = 0.0
     retries: int = 3
     skews_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -173,7 +151,7 @@ class SimAirflow:
         self.facts: list[Fact] = []
         self.params: dict[str, Any] = {}
         self.pulled: dict[str, dict[str, Any]] = {}
-        self.away_until = 0.0
+        self.away_until = self.changed_at = 0.0
         self.random = world.stream("airflow")
         self.workers = Workers(self, machines[1:3])
         self.triggerers = Triggerers(self, machines[3:])
@@ -183,8 +161,9 @@ class SimAirflow:
 
     @property
     def is_over(self) -> bool:
-        """True once every task of the DAG run is in a state that it leaves only by a clear."""
-        return bool(self.tis) and all(ti.state in OVER for ti in self.tis.values())
+        """True once every task has for some time been in a state that it leaves only by a clear."""
+        is_over = bool(self.tis) and all(ti.state in OVER for ti in self.tis.values())
+        return is_over and self.world.now >= self.changed_at + self.setup.lingers_s
 
     def states(self, task_id: str) -> dict[str, str | None]:
         """Airflow's answer on the states of a task: empty if it was deleted."""
@@ -202,7 +181,7 @@ class SimAirflow:
 
     # The scheduler
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Create the DAG run; people and machines begin to do their worst."""
         self.create()
         self.people.start()
@@ -240,7 +219,7 @@ class SimAirflow:
 
     def set_state(self, ti: TaskInstance, state: str | None) -> None:
         """Change a task's state; what was planned for the last one is void."""
-        ti.state, ti.turn = state, ti.turn + 1
+        ti.state, ti.turn, self.changed_at = state, ti.turn + 1, self.world.now
         if state != "deferred" and ti.trigger is not None:
             self.triggerers.unlink(ti.trigger)
             ti.trigger = None

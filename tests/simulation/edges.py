@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from envscaler_airflow.triggers import scaling_checks, scaling_trigger, stage_tr
 from tests.simulation import triggerers
 from tests.simulation.airflow import KEY, SimAirflow
 from tests.simulation.kernel import Machine
+from tests.simulation.store import URL
 from tests.simulation.workers import api_error
 
 _airflow: SimAirflow | None = None
@@ -51,11 +52,11 @@ def _task_states(
     return airflow.states(task_id)
 
 
+@cache
 def install(store_url: str) -> None:
-    """Put the simulated edges in place, for this process."""
+    """Put the simulated edges in place, once for this process."""
     os.environ["AIRFLOW__ENVSCALER__STORE_URL"] = store_url
     os.environ["AIRFLOW__ENVSCALER__DEPLOYMENT"] = KEY.deployment
-    logging.getLogger().setLevel(logging.CRITICAL)
     ExecutorSafeguard.test_mode = True
     settings.StorePlace.open = _open_store  # type: ignore[method-assign]
     for module in (execution, stage_watch, scaling_checks):
@@ -73,6 +74,7 @@ def install(store_url: str) -> None:
 @contextmanager
 def connected(airflow: SimAirflow) -> Iterator[None]:
     """Let the product's code meet *airflow* meanwhile."""
+    install(URL)
     global _airflow  # noqa: PLW0603  (the product's functions have no argument for it)
     _airflow = airflow
     stage_trigger.StageTrigger._is_warm = False

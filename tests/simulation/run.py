@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any, Protocol
 
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner import foreground
@@ -18,7 +20,7 @@ from tests.simulation import patches
 from tests.simulation.cloud import SimCloud
 from tests.simulation.invariants import Invariants
 from tests.simulation.kernel import EPOCH, Violation, World
-from tests.simulation.node import SimNode
+from tests.simulation.node import Disk, SimNode
 from tests.simulation.shell import REAP_EVERY_S, Shell, Wishes, reap_always
 from tests.simulation.store import SimStore
 
@@ -72,6 +74,44 @@ RATES = {
 """Chance of each fault, by kind. Chosen: a run of two hours meets a few of each kind that its seed has."""
 
 
+AIRFLOW_RATES = {
+    "crash-worker": 0.004,
+    "pause-worker": 0.001,
+    "zombie": 0.3,
+    "late-kill": 0.2,
+    "late-event": 0.03,
+    "queue-lost": 0.01,
+    "api-error": 0.01,
+    "crash-triggerer": 0.0002,
+    "pause-triggerer": 0.0001,
+    "kill-triggerer": 0.02,
+    "triggers-moved": 0.03,
+    "restart-scheduler": 0.02,
+    "clear": 0.04,
+    "mark-success": 0.004,
+    "mark-failed": 0.008,
+    "delete-dag-run": 0.008,
+    "edit-params": 0.02,
+    "restart-fresh": 0.006,
+    "cancel": 0.015,
+    "move": 0.04,
+    "old-trigger": 0.02,
+}
+"""Chance of each fault of Airflow and each act of its users: crashes and pauses at each effect, the others at
+each occasion. Chosen: a run of some hours meets a few of each kind that its seed has."""
+
+
+class Owner(Protocol):
+    """Who runs the stage."""
+
+    @property
+    def is_over(self) -> bool:
+        """True once the run has ended for its users."""
+
+    def begin(self) -> None:
+        """Start."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What a seed decides of a world.
@@ -84,6 +124,9 @@ class Scenario:
         wishes: Limits.
         replaces: The cloud recreates lost nodes.
         rates: Chance of each kind of fault.
+        owner: Who runs it: ``shell``, or a DAG of ``airflow``.
+        has_sensor: A ScalingSensor runs beside the stage.
+        lingers_s: How long Airflow's users look at what is over: they may clear it.
     """
 
     nodes: int = 1
@@ -95,16 +138,18 @@ class Scenario:
     wishes: Wishes = field(default_factory=Wishes)
     replaces: bool = False
     rates: Mapping[str, float] = field(default_factory=dict)
+    owner: str = "shell"
+    has_sensor: bool = False
+    lingers_s: float = 0.0
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
         """Draw one: half of the kinds of faults never occur, the others more or less often."""
-        random = Random(f"{seed}/scenario")
-        rates = {
-            kind: min(1.0, rate * 4.0 ** random.uniform(-1.0, 1.0))
-            for kind, rate in RATES.items()
-            if random.random() < 0.5
-        }
+        random, others = Random(f"{seed}/scenario"), Random(f"{seed}/airflow")
+        rates = _drawn(RATES, random)
+        owner = others.choice(("shell", "airflow", "airflow"))
+        if owner == "airflow":
+            rates |= _drawn(AIRFLOW_RATES, others)
         nodes = random.choice((1, 1, 1, 2, 3))
         steps = int(random.choice((200, 400, 1000, 2000)))
         hours = steps * 7.0 / 3600.0 / nodes**0.9
@@ -124,25 +169,41 @@ class Scenario:
             wishes=wishes,
             replaces=random.random() < 0.5,
             rates=rates,
+            owner=owner,
+            has_sensor=others.random() < 0.5,
+            lingers_s=others.choice((0.0, 7200.0)),
         )
 
     @property
-    def spec(self) -> EnvSpec:
-        """The spec of its stage."""
+    def document(self) -> dict[str, Any]:
+        """The spec of its stage, as a user writes it."""
         env = {"SIM_STYLE": self.style, "SIM_STEPS": self.steps, "SIM_STEP_S": self.step_s}
-        return EnvSpec.from_dict(
-            {
-                "version": "v1",
-                "name": "train",
-                "resources": {"requests": {"cpu": 2, "memory": "4Gi"}},
-                "num_nodes": self.nodes,
-                "entrypoint": ["python", "train.py"],
-                "outputs": {"model": "/output/model"},
-                "checkpoint": {"path": "/output/checkpoints", "every": self.every},
-                "capacity": self.capacity,
-                "env": [{"name": name, "value": str(value)} for name, value in env.items()],
-            }
-        )
+        by_form = {
+            "parameters": {"rate": {"type": "number", "default": 0.1}},
+            "entrypoint": ["python", "train.py", "--rate={{ parameters.rate }}"],
+        }
+        scaling = {"scaling": {"min_nodes": 1, "max_nodes": self.nodes + 1, "cooldown": "20m"}}
+        plain = {
+            "version": "v1",
+            "name": "train",
+            "resources": {"requests": {"cpu": 2, "memory": "4Gi"}},
+            "num_nodes": self.nodes,
+            "entrypoint": ["python", "train.py"],
+            "outputs": {"model": "/output/model"},
+            "checkpoint": {"path": "/output/checkpoints", "every": self.every},
+            "capacity": self.capacity,
+            "env": [{"name": name, "value": str(value)} for name, value in env.items()],
+        }
+        return plain | (by_form if self.owner == "airflow" else {}) | (scaling if self.has_sensor else {})
+
+
+def _drawn(rates: Mapping[str, float], random: Random) -> dict[str, float]:
+    """Half of *rates*, each up to four times lower or higher."""
+    return {
+        kind: min(1.0, rate * 4.0 ** random.uniform(-1.0, 1.0))
+        for kind, rate in rates.items()
+        if random.random() < 0.5
+    }
 
 
 @dataclass(frozen=True)
@@ -219,16 +280,43 @@ def _run(world: World, scenario: Scenario) -> None:
         skew_s=skew(-100.0, 100.0),
     )
     invariants = Invariants(world, store, cloud, reap_every_s=REAP_EVERY_S)
-    shell = Shell(world, store, cloud, scenario.spec, scenario.wishes)
-    shell.begin()
-    world.spawn("reap", lambda: reap_always(world, store, cloud), machine=shell.machine, name="reap")
-    world.run(until=EPOCH + FAULTS_S, is_over=lambda: shell.is_over)
-    end_faults(world, store, cloud)
-    world.run(until=world.now + CALM_S, is_over=lambda: shell.is_over)
-    if not shell.is_over:
-        raise Violation(f"liveness: the run has not ended {CALM_S:.0f} s after the last fault")
-    world.run(until=world.now + 3 * REAP_EVERY_S)
-    invariants.finish()
+    with _owner(world, store, cloud, scenario) as owner:
+        owner.begin()
+        world.run(until=EPOCH + FAULTS_S, is_over=lambda: owner.is_over)
+        end_faults(world, store, cloud)
+        world.run(until=world.now + CALM_S, is_over=lambda: owner.is_over)
+        if not owner.is_over:
+            raise Violation(f"liveness: the run has not ended {CALM_S:.0f} s after the last fault")
+        world.run(until=world.now + 3 * REAP_EVERY_S)
+        invariants.finish()
+
+
+@contextmanager
+def _owner(world: World, store: SimStore, cloud: SimCloud, scenario: Scenario) -> Iterator[Owner]:
+    if scenario.owner == "shell":
+        shell = Shell(world, store, cloud, EnvSpec.from_dict(scenario.document), scenario.wishes)
+        world.spawn("reap", lambda: reap_always(world, store, cloud), machine=shell.machine, name="reap")
+        yield shell
+        return
+    from tests.simulation.airflow import Setup, SimAirflow  # seconds, for Airflow itself
+    from tests.simulation.edges import connected
+
+    wishes, clocks = scenario.wishes, world.stream("clocks")
+    arguments = {
+        "strategy": wishes.strategy,
+        "budget_usd": wishes.budget_usd,
+        "deadline": None if wishes.deadline_s is None else f"{wishes.deadline_s:.0f}s",
+    }
+    setup = Setup(
+        spec=json.dumps(scenario.document),
+        arguments=arguments,
+        has_sensor=scenario.has_sensor,
+        skews_s=tuple(clocks.choice((0.0, 0.0, -200.0, 90.0, 3600.0)) for _ in range(5)),
+        lingers_s=scenario.lingers_s,
+    )
+    airflow = SimAirflow(world, store, cloud, world.only(Disk).new("dags"), setup)
+    with connected(airflow):
+        yield airflow
 
 
 def end_faults(world: World, store: SimStore, cloud: SimCloud) -> None:
