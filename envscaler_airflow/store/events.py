@@ -144,8 +144,8 @@ class EventLog:
     def _texts(self, number: int) -> Iterator[tuple[bytes, float | None]]:
         """Events from *number* on, up to the first that is absent, with their dates.
 
-        A distant store is asked for 1, then 2, 4 and so on side by side: a poll costs one read as before, and
-        the first read of a long run takes a few round trips instead of one for each event.
+        From a distant store 1, then 2, 4 and so on are read side by side: a poll costs one read, and the
+        first read of a long run takes a few round trips instead of one for each event.
         """
         most = 1 if folder_of(self._run) is not None else self._run.at_once
         ahead = 1

@@ -1,14 +1,25 @@
 """The single watch that a process keeps on a namespace."""
 
+import time
+from dataclasses import replace
+
 import pytest
 from fakes.kubernetes import JOBS, QUOTAS
 from integration.kubernetes.rig import OFFER, eventually, over, request_for, running
 
+from envscaler_airflow.backends.kubernetes import shared_watch
 from envscaler_airflow.backends.kubernetes.handles import handle_of
 from envscaler_airflow.backends.kubernetes.shared_watch import Kept, View
 from envscaler_airflow.errors import BackendError
+from envscaler_airflow.owner.limits import BUDGET_EVERY_S
+from envscaler_airflow.owner.run_watch import AttemptWatcher
+from envscaler_airflow.owner.stage import Watching
+from envscaler_airflow.owner.usage import Span
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Handle
+from envscaler_airflow.run.event_bodies import NewGeneration
+from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run import Run
 
 
 def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
@@ -160,3 +171,36 @@ def test_warnings_that_may_not_be_read_hide_nothing_else(cluster, connect):
     [node] = connect(token=cluster.user("few", rules), watches=True).observe(handle).nodes
 
     assert (node.state, node.reason, node.detail) == ("pending", "", "its pod is being made")
+
+
+def test_stages_that_train_ask_the_api_server_twice_in_five_minutes_together(
+    cluster, connect, tmp_path, monkeypatch
+):
+    """Five minutes are a second here. Three triggers that also check a budget share these two calls (C6).
+
+    So one stage costs 0.4 requests a minute, and each further one of its namespace nothing.
+    """
+    assert 2 * 60 / shared_watch.WATCH_S <= 0.5
+    monkeypatch.setattr(shared_watch, "WATCH_S", 1)
+    maker, store, now = connect(), open_store(f"file://{tmp_path}/store"), [0.0]
+    watchers = []
+    for number in range(3):
+        handle = maker.submit(request_for(run_prefix=f"dep/dag/run/train/{number}"))
+        running(maker, handle)
+        run = Run(store, f"dep/dag/run/train/{number}")
+        run.events.append(0, NewGeneration(generation=1, spec_hash="A"))
+        spans = (Span(0.0, Allocation(replace(OFFER, usd_per_hour=0.01))),)
+        watching = Watching(1, 1, 1, handle=handle, usd_left=1e6, spans=spans, started_at=run.now())
+        backend = connect(watches=True)
+        watchers.append(AttemptWatcher(run=run, backend=backend, watching=watching, monotonic=lambda: now[0]))
+    assert [watcher.poll() for watcher in watchers] == [None] * 3
+    before, began = len(cluster.requests), time.monotonic()
+
+    while time.monotonic() - began < 4.5:
+        now[0] += BUDGET_EVERY_S
+        assert [watcher.poll() for watcher in watchers] == [None] * 3
+        time.sleep(0.05)
+
+    calls = [path for _, path in list(cluster.requests)[before:]]
+    assert {"watch=true" in path for path in calls} == {True}, calls
+    assert 8 <= len(calls) <= 10
