@@ -296,6 +296,7 @@ class _Attempt:
         cache = settings.cache_path
         mounts = at.mounts_of(self.launch.paths, run=self.run, drivers=self.drivers, cache=cache)
         self._add_shm(mounts)
+        self._add_tmp(mounts)
         self._add_store(mounts)
         where = affinity(self.offer, settings)
         stand = placement(labels, request.allocation.nodes, settings)
@@ -344,7 +345,7 @@ class _Attempt:
             "env": self._env(),
             "resources": self._resources(),
             "volumeMounts": mounts.training,
-            "securityContext": security.main_security(settings.user),
+            "securityContext": security.main_security(settings.user, read_only_root=settings.read_only_root),
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
 
@@ -440,6 +441,12 @@ class _Attempt:
         shared = {"medium": "Memory", "sizeLimit": f"{size // MIB}Mi"}
         mounts.volumes.append({"name": "shm", "emptyDir": shared})
         mounts.training.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108  # a mount point
+
+    def _add_tmp(self, mounts: at.Mounts) -> None:
+        """``/tmp`` of the training where its root is read-only; the sidecar's is another one."""
+        if self.settings.read_only_root:
+            mounts.volumes.append({"name": "training-tmp", "emptyDir": {}})
+            mounts.training.append({"name": "training-tmp", "mountPath": "/tmp"})  # noqa: S108  # a mount point
 
     def _add_store(self, mounts: at.Mounts) -> None:
         mounts.volumes.append({"name": "layout", "configMap": {"name": self.name}})

@@ -78,10 +78,11 @@ def pod_security(user: int | None) -> dict[str, Any]:
     return {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user, **seccomp}
 
 
-def main_security(user: int | None) -> dict[str, Any]:
+def main_security(user: int | None, *, read_only_root: bool = False) -> dict[str, Any]:
     """For the training: no capability with a *user* of the deployment, else those over files."""
     added = {} if user is not None else {"add": list(_FILES_OF_OTHERS)}
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], **added}}
+    root = {"readOnlyRootFilesystem": True} if read_only_root else {}
+    return {"allowPrivilegeEscalation": False, **root, "capabilities": {"drop": ["ALL"], **added}}
 
 
 def agent_security(user: int | None, *, reads_training: bool) -> dict[str, Any]:

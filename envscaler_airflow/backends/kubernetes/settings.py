@@ -94,6 +94,8 @@ class Settings(BaseModel):
         pod_override: Pod template (metadata and spec) that is merged over the generated one.
         user: User and group of all containers; None keeps the user of the stage's image, with no privileges
             except those over files and users, and the sidecar runs as root with those over files.
+        read_only_root: True mounts the root of the training's container read-only too, with a ``/tmp`` of its
+            own. Not every image runs so: many libraries write to a cache in the home folder.
         pull_secrets: Names of image pull secrets.
         cache_path: Folder of every machine that caches copied buckets for later pods there; None copies into
             the pod's own scratch space, because many clusters refuse ``hostPath`` volumes.
@@ -126,7 +128,8 @@ class Settings(BaseModel):
     queue: str | None = None
     priority_class: str | None = None
     pod_override: dict[str, Any] = {}
-    user: int | None = None
+    user: Annotated[int, Field(ge=1)] | None = None
+    read_only_root: bool = False
     pull_secrets: tuple[str, ...] = ()
     cache_path: Annotated[str, Field(pattern=r"^/[^:]+$")] | None = None
     store_volume: str | dict[str, Any] | None = None

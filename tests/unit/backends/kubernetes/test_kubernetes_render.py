@@ -441,22 +441,6 @@ def test_a_pod_ends_when_its_money_is_spent(asked_s, longest_s, pod_s, job_s):
     assert job["spec"]["activeDeadlineSeconds"] == job_s
 
 
-def test_pods_of_a_named_user_satisfy_the_restricted_standard():
-    """Every container drops all capabilities, runs as non-root and gains no privileges.
-
-    Source: Kubernetes, pod security standards, restricted.
-    """
-    rendered = render_attempt(request_for(), Settings.read({"user": 1000}))
-    pod = rendered["job"]["spec"]["template"]["spec"]
-
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    for container in [*pod["initContainers"], *pod["containers"]]:
-        context = container["securityContext"]
-        assert context["allowPrivilegeEscalation"] is False
-        assert context["capabilities"] == {"drop": ["ALL"]}
-
-
 def test_a_limit_of_cpu_without_a_request_bounds_the_request():
     """The API server refuses a request above its limit."""
     spec = {**SPEC, "resources": {"limits": {"cpu": "500m", "memory": "1Gi"}}}
