@@ -289,7 +289,8 @@ def lay_out(context: SidecarContext) -> None:
         control = first_control(context)
         body = _lay_out(context, control)
     except (SpecError, CheckpointError, ProtocolError, StoreError, SetupCancelledError, OSError) as err:
-        reason = _reason(context, err, has_answered=control is not None)
+        is_known = control is not None or (context.who.generation, context.who.attempt) != (1, 1)
+        reason = _reason(context, err, is_known=is_known)
         body = {"failed": str(err), "reason": reason}
         context.memory.update(failed=f"set-up failed: {err}", failed_as=reason)
     else:
@@ -303,11 +304,15 @@ def _let_begin(context: SidecarContext, body: Mapping[str, Any]) -> None:
     context.memory.update(is_laid_out=True)
 
 
-def _reason(context: SidecarContext, err: Exception, *, has_answered: bool) -> str:
-    """The reason of the end: neither a requested stop nor an unreachable store is a fault of the stage."""
+def _reason(context: SidecarContext, err: Exception, *, is_known: bool) -> str:
+    """The reason of the end: neither a requested stop nor an unreachable store is a fault of the stage.
+
+    *is_known*: the store has answered this node or, as far as one can tell, an earlier attempt; otherwise its
+    URL or its credentials may be wrong.
+    """
     if isinstance(err, SetupCancelledError):
         return "stopped"
-    is_away = isinstance(err, StoreError) and has_answered and _is_away(context)
+    is_away = isinstance(err, StoreError) and is_known and _is_away(context)
     return "orphaned" if is_away else "setup-failed"
 
 

@@ -270,14 +270,16 @@ def test_a_sidecar_that_must_end_leaves_the_set_up_to_the_next(node):
     assert not bench.spool.start.exists()
 
 
-def test_a_store_that_never_answers_fails_the_set_up(node, store):
-    """After its patience, with the store's own message."""
+@pytest.mark.parametrize(("attempt", "reason"), [(1, "setup-failed"), (2, "orphaned")])
+def test_a_store_that_never_answers_fails_the_set_up(node, store, attempt, reason):
+    """After its patience, with the store's own message; the stage is to blame only at the first attempt."""
     bench = node()
+    bench.context.who = dataclasses.replace(bench.context.who, attempt=attempt)
     store.down = True
 
     lay_out(bench.context)
 
-    assert (bench.start()["failed"], bench.start()["reason"]) == ("the store is down", "setup-failed")
+    assert (bench.start()["failed"], bench.start()["reason"]) == ("the store is down", reason)
 
 
 def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, store, tmp_path, monkeypatch):
