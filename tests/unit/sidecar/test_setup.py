@@ -1,5 +1,7 @@
 """What setup lays out before the start, and what it reports when it fails."""
 
+import dataclasses
+
 import attempts
 import pytest
 
