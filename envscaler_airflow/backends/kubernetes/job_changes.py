@@ -416,7 +416,8 @@ def _break(cluster: Cluster, pod: Json, what: str) -> str:
     container = "sidecar" if _PARTS.get(what) == "sidecar" else MAIN
     most = (_memory_limit(pod) or 0) // MIB
     command = ["python3", "-c", _BREAK, what, str(most)]
-    printed = cluster.execute(metadata["namespace"], metadata["name"], container, command)
+    path = names.pods(metadata["namespace"], metadata["name"], "exec")
+    printed = cluster.execute(path, container, command)
     if not printed.startswith(_DONE):
         raise BackendError(f"{what}: pod {metadata['name']}, container {container}: {printed.strip()[-300:]}")
     return printed.removeprefix(_DONE).strip()
