@@ -9,7 +9,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate lint words types contracts format bench wheel clean
+.PHONY: audit help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate lint words types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -63,9 +63,14 @@ docs: venv  ## Build the documentation as a site into build/site.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "build/site/index.html"
 
-lint: venv words  ## Check style.
+lint: venv words  ## Check style, and what bandit knows of insecure calls.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive envscaler_airflow agent/envscaler_agent docs/_site hatch_build.py
+
+# Apart from CI: it asks a service for the faults that are known today. In an environment of its own.
+audit: venv  ## Check the pinned dependencies for known vulnerabilities.
+	$(BIN)/uv tool run --from pip-audit==2.10.1 pip-audit --progress-spinner off --disable-pip --no-deps --requirement constraints.txt
 
 words: venv  ## Check that the prose is plain English; tests/style/words.yaml lists what to avoid.
 	$(BIN)/python tests/style/check_words.py

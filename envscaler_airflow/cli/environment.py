@@ -153,7 +153,7 @@ def lock_of(spec: EnvSpec, requirements: Requirements, builder: Builder, made: B
     )
 
 
-SCRATCH = Path("/var/tmp")  # noqa: S108 (a new folder below it, of this user alone)
+SCRATCH = Path("/var/tmp")  # noqa: S108  # a new folder below it, of this user alone
 """Where volumes are copied to for as long as the container runs: survives, and is seldom in memory."""
 OUTPUTS = "envscaler-outputs"
 """Folder of the working directory that keeps what runs in containers made."""

@@ -248,7 +248,7 @@ def _with_gpu_limit(tree: Node) -> Node:
     if resources is None or limits is None or limit is None or limit.value is None:
         return tree
     requests = resources.get("requests")
-    asked = requests.get("gpu") if requests is not None else None
+    asked = requests.get("gpu") if requests is not None else None  # nosec B113  # the resources of a spec
     count = asked.get("count") if asked is not None else None
     if asked is None:
         base = requests if requests is not None else node_of({}, resources, "requests")

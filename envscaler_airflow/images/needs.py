@@ -155,7 +155,7 @@ def look_here() -> Here:
     return Here(
         cpus=len(machine.cpus),
         memory_bytes=machine.memory_bytes,
-        disk_bytes=shutil.disk_usage("/var/tmp").free,  # noqa: S108 (where local runs are laid out)
+        disk_bytes=shutil.disk_usage("/var/tmp").free,  # noqa: S108  # where local runs are laid out
         gpus=machine.gpus,
         driver=driver_version(),
     )

@@ -13,7 +13,7 @@ import errno
 import fcntl
 import json
 import lzma
-import pickletools
+import pickletools  # nosec B403  # reads opcodes, runs none
 import signal
 import struct
 import zipfile

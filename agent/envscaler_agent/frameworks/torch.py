@@ -18,7 +18,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import pickle
+import pickle  # nosec B403  # its error alone
 import sys
 import time
 from contextlib import contextmanager
