@@ -11,7 +11,7 @@ from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowException
 
 from envscaler_airflow.backends import all_backends, backend_type
-from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.backends.base import Backend, SharesWatch
 from envscaler_airflow.clouds import Access
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.connections import access_of, extra_of
@@ -49,6 +49,16 @@ def open_backend(compute: str) -> Backend:
         return kind.create(settings, None)
     own, access = _BY_CONN_TYPE.get(kind.conn_type, _plain)(conn_id)
     return kind.create(settings | own, access)
+
+
+def with_shared_watch(backend: Backend) -> Backend:
+    """Return *backend*, which from now on uses the watch that this process shares, if it has one.
+
+    A triggerer polls the stages of all deployments: one watch costs fewer requests than a poll of each.
+    """
+    if isinstance(backend, SharesWatch):
+        backend.share_watch()
+    return backend
 
 
 def _plain(conn_id: str) -> tuple[dict[str, Any], Access]:

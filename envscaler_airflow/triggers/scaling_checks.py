@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.compute import open_backend, with_shared_watch
 from envscaler_airflow.hooks.prometheus import asks
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.hooks.states import OVER
@@ -76,7 +76,8 @@ class Checks:
     ) -> Checks:
         """Open the checks with settings and connections of this process."""
         store = store_place(store_url, store_conn_id).open()
-        return cls(store, open_backend(compute), folder, map_index, writer, asks(prometheus_conn_id), until)
+        backend = with_shared_watch(open_backend(compute))
+        return cls(store, backend, folder, map_index, writer, asks(prometheus_conn_id), until)
 
     def once(self, states: Mapping[str, str | None]) -> dict[str, Any] | None:
         """Check each run once; return why the sensor is needed, or None.

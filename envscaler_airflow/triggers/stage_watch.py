@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from envscaler_agent.protocol import Status
-from envscaler_airflow.backends.base import Backend, SharesWatch
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.compute import open_backend, with_shared_watch
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.owner.foreground import close_behind
 from envscaler_airflow.owner.request import kill_quietly
@@ -85,7 +84,7 @@ class StageWatcher:
         self._waits = run.lease.known().waits
         self._is_begun = False
         self._logged = frozenset({self._waits} - {""})
-        backend, attempt = _shared(compute), (watching.generation, watching.attempt)
+        backend, attempt = with_shared_watch(open_backend(compute)), (watching.generation, watching.attempt)
         self._watch = AttemptWatcher(
             run=run, backend=backend, watching=watching, monotonic=monotonic, poll_s=poll_s
         )
@@ -163,14 +162,6 @@ class StageWatcher:
             with contextlib.suppress(StoreError):
                 self._run.lease.renew(holder=self._holder, waits=waits)
                 self._waits = waits
-
-
-def _shared(compute: str) -> Backend:
-    """Return the backend, with one watch shared by this process: a triggerer polls all stages."""
-    backend = open_backend(compute)
-    if isinstance(backend, SharesWatch):
-        backend.share_watch()
-    return backend
 
 
 def _is_scaled(run: Run) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from fakes.kubernetes import JOBS, QUOTAS
-from integration.kubernetes.rig import OFFER, eventually, over, request_for, running
+from integration.kubernetes.rig import KEY, OFFER, eventually, over, request_for, running
 
 from envscaler_airflow.backends.kubernetes import shared_watch
 from envscaler_airflow.backends.kubernetes.handles import handle_of
@@ -20,6 +20,7 @@ from envscaler_airflow.run import Handle
 from envscaler_airflow.run.event_bodies import NewGeneration
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.triggers import scaling_checks
 
 
 def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
@@ -204,3 +205,23 @@ def test_stages_that_train_ask_the_api_server_twice_in_five_minutes_together(
     calls = [path for _, path in list(cluster.requests)[before:]]
     assert {"watch=true" in path for path in calls} == {True}, calls
     assert 8 <= len(calls) <= 10
+
+
+def test_the_checks_of_a_sensor_read_the_shared_watch(cluster, connect, stage, monkeypatch):
+    """Each check looks at what the attempt has cost. Twenty of them need no request but the watch."""
+    begun = stage(scaling={"policy": "cost-to-finish"}, checkpoint={"path": "/output"})
+    begun.begin()
+    place = type("Place", (), {"open": lambda _self: begun.store})()
+    monkeypatch.setattr(scaling_checks, "store_place", lambda *_: place)
+    monkeypatch.setattr(scaling_checks, "open_backend", lambda _name: connect())
+    where = {"map_index": -1, "writer": "sensor", "store_url": None, "store_conn_id": None}
+    checks = scaling_checks.Checks.open(KEY.prefix.rpartition("/")[0], compute="kubernetes", **where)
+    checks.once({"-1": "deferred"})
+    before = len(cluster.requests)
+
+    for _ in range(20):
+        checks.once({"-1": "deferred"})
+
+    assert checks.news() != []
+    calls = [path for _, path in list(cluster.requests)[before:]]
+    assert [path for path in calls if "watch=true" not in path] == []
