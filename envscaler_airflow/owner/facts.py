@@ -50,11 +50,25 @@ def observe(
 
 def usage_of(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
     """Return billed intervals; None if the backend cannot report them now."""
+    try:
+        return final_usage(backend, attempt)
+    except BackendError:
+        return None
+
+
+def final_usage(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
+    """Return billed intervals; None if the backend will never report them.
+
+    Raises:
+        BackendError: The backend does not answer now.
+    """
     if attempt.handle is None:
         return ()
     try:
         return with_removed(backend.usage(attempt.handle), attempt)
-    except BackendError:
+    except BackendError as err:
+        if err.transient:
+            raise
         return None
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from envscaler_agent import protocol
-from envscaler_airflow.backends.base import Backend, ReplacesNodes
+from envscaler_airflow.backends.base import SILENT, Backend, ReplacesNodes
 from envscaler_airflow.errors import (
     BackendError,
     BudgetError,
@@ -327,16 +327,19 @@ class Releaser:
         return state
 
     def _release(self, state: RunState, attempt: AttemptState, handle: Handle) -> RunState:
+        bill = AttemptReleased(generation=attempt.generation, attempt=attempt.number)
         try:
             why = self._why_held(attempt, handle)
             if not why:
+                bill = self._bill(attempt, bill)
                 self._owned.backend.release(handle)
         except BackendError as err:
             why = str(err)
             if err.transient:
                 self._waits[attempt.key] = why
         if not why:
-            return self._owned.append(state, self._bill(attempt)) if attempt.unreleased else state
+            is_news = attempt.unreleased or bill.usage is not None
+            return self._owned.append(state, bill) if is_news else state
         log.warning("attempt %d is not released, and is tried again: %s", attempt.number, why)
         if attempt.unreleased:
             return state
@@ -355,15 +358,25 @@ class Releaser:
             why = f"node {', '.join(lives)} still runs, and is stopped"
             self._waits[attempt.key] = why
             return why
+        if silent := [str(one.node) for one in nodes if one.state == "lost" and one.reason == SILENT]:
+            self._owned.backend.stop(handle, grace_s=0)
+            return (
+                f"node {', '.join(silent)} does not answer: it may still run, and is stopped once it answers"
+            )
         is_unseen = attempt.outcome == "lost" and any(one.state == "unknown" for one in nodes)
         return "whether it still runs is unknown" if is_unseen else ""
 
-    def _bill(self, attempt: AttemptState) -> AttemptReleased:
-        """Return the event with the backend's last bill, if the bill at the attempt's end was incomplete."""
-        released = AttemptReleased(generation=attempt.generation, attempt=attempt.number)
-        if not facts.may_be_held(attempt):
+    def _bill(self, attempt: AttemptState, released: AttemptReleased) -> AttemptReleased:
+        """Return *released* with the backend's last bill, if the bill at the attempt's end was incomplete.
+
+        Raises:
+            BackendError: The backend does not answer now.
+        """
+        if attempt.end.usage is not None and not facts.may_be_held(attempt):
             return released
-        usage, now = facts.usage_of(self._owned.backend, attempt), self._owned.run.now()
+        usage, now = facts.final_usage(self._owned.backend, attempt), self._owned.run.now()
+        if facts.is_missing(usage, attempt, now=now):
+            return released
         usd = facts.usd_of(attempt, usage, now=now)
         return replace(released, usage=facts.billed(usage), usd=usd)
 

@@ -422,8 +422,11 @@ class SimCloud:
             attempt.released_at = self.world.now
 
     def remove(self, attempt: Attempt) -> None:
-        """Kill and forget."""
+        """Kill and forget; what does not answer is no longer billed."""
         self.stop(attempt, 0.0)
+        for node in attempt.all_nodes:
+            if not node.is_over and node.ended_at is None:
+                node.given_up_at = node.ended_at = self.world.now
         attempt.is_released = True
         attempt.released_at = self.world.now
 

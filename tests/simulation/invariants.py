@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -53,7 +53,7 @@ class Ledger:
         over_at: True time at which the run ended; None while it goes on.
         manifests: True time of the first manifest of each checkpoint in the store, by name.
         candidates: What each attempt was promised, by key.
-        held: True time of the first control of each attempt, by key.
+        fenced: True time of the first control of each attempt, by key.
         claims: Newest claim of each node of an attempt.
     """
 
@@ -67,7 +67,7 @@ class Ledger:
     manifests: dict[str, float] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)
     candidates: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    held: dict[tuple[int, int], float] = field(default_factory=dict)
+    fenced: dict[tuple[int, int], float] = field(default_factory=dict)
     claims: dict[tuple[int, int, int], int] = field(default_factory=dict)
     newest_at_end: dict[tuple[int, int], str] = field(default_factory=dict)
 
@@ -207,7 +207,7 @@ class Invariants:
             return
         if control.candidates is not None:
             ledger.candidates[key] = control.candidates
-        ledger.held.setdefault(key, self.world.now)
+        ledger.fenced.setdefault(key, self.world.now)
 
     def _manifest(self, ledger: Ledger, name: str, claim: int, effect: Effect) -> None:
         prefix = effect.name.rpartition("/")[0]
@@ -242,14 +242,14 @@ class Invariants:
 
     def _check_candidates(self, ledger: Ledger, key: tuple[int, int]) -> None:
         """The newest checkpoint at the time of the fence is one that the attempt may start from."""
-        held, promised = ledger.held.get(key), ledger.candidates.get(key)
-        if held is None or promised is None:
+        fenced, promised = ledger.fenced.get(key), ledger.candidates.get(key)
+        if fenced is None or promised is None:
             fail("candidates", f"attempt {key} is started without candidates")
             return
         there = [
             name
             for name in ledger.present
-            if self._counts(ledger, name, key) and ledger.manifests[name] < held
+            if self._counts(ledger, name, key) and ledger.manifests[name] < fenced
         ]
         newest = max(there, key=lambda one: _order(one) or (), default=None)
         if newest is not None and newest not in promised:
@@ -392,11 +392,15 @@ class Invariants:
 
     # Money
 
-    def _true_usd(self, nodes: list[Node]) -> float:
+    def _true_usd(self, nodes: list[Node], *, until: Mapping[tuple[int, int], float] | None = None) -> float:
+        """What the machines cost; of silent ones only what they cost *until* their attempts ended."""
         total = 0.0
         for node in nodes:
             billing = tariffs().get(node.offer.cloud, UNKNOWN_TARIFF).billing
             held = node.held_s(self.world.now)
+            ended = (until or {}).get(_key(node))
+            if ended is not None and node.began_at is not None and node.was_silent(ended):
+                held = min(held, max(0.0, ended - node.began_at))
             if held:
                 seconds = held if billing is None else billing.billed_s(held)
                 total += seconds / 3600.0 * (node.offer.usd_per_hour or 0.0)
@@ -413,7 +417,12 @@ class Invariants:
         for attempt in ledger.state.attempts:
             nodes = by_attempt.get(attempt.key, [])
             true, told = self._true_usd(nodes), attempt.end.usd
-            if attempt.is_live or told is None:
+            if attempt.is_live or attempt.handle is None:  # one that was not known to start is reaped
+                continue
+            if told is None and attempt.unreleased:
+                continue  # the cloud did not answer before the run was over, and the report says so
+            if told is None:
+                fail("money", f"attempt {attempt.key} ({attempt.outcome}) has no bill, it cost ${true:.4f}")
                 continue
             granule = sum(2.0 * (node.offer.usd_per_hour or 0.0) / 3600.0 for node in nodes) + 1e-6
             is_least = attempt.end.usage_is_lower_bound or attempt.unreleased
@@ -430,8 +439,10 @@ class Invariants:
             return
         by_attempt = self._by_attempt(ledger)
         attempts = ledger.state.attempts_of(ledger.state.generation)
-        nodes = [node for attempt in attempts for node in by_attempt.get(attempt.key, [])]
-        spent = self._true_usd(nodes)
+        known = (attempt for attempt in attempts if attempt.handle is not None)
+        nodes = [node for attempt in known for node in by_attempt.get(attempt.key, [])]
+        # A machine that nobody can reach costs on after it was declared lost: its own deadline ends it.
+        spent = self._true_usd(nodes, until=ledger.ended)
         least = max((_minimum_usd(attempt) for attempt in attempts), default=0.0)
         if spent > budget + max(0.02 * budget, least):
             fail("budget", f"${spent:.4f} were spent of ${budget:.4f}")

@@ -134,8 +134,8 @@ def test_an_end_whose_bill_is_unknown_counts_at_most_its_time_and_never_nothing(
     world.say(checkpoint=world.save(10))
     world.clock.advance(3600)
     world.backend.lose(world.handle)
-    for _ in range(2):
-        world.backend.fail_next("usage", BackendError("down", transient=True))
+    for _ in range(3):
+        world.backend.fail_next("usage", BackendError("its times are gone"))
 
     with pytest.raises(BudgetError):
         owner.resume(Wake("status"))

@@ -8,6 +8,7 @@ from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
+from envscaler_airflow.run import NodeStatus
 from envscaler_airflow.run.outcomes import LOST_AFTER_S
 
 AWAY = BackendError("the API server does not answer", transient=True)
@@ -151,3 +152,40 @@ def test_it_ends_once_it_is_seen_and_the_report_has_its_whole_bill(world, zombie
     assert after.released_at is not None
     assert after.end.usd == pytest.approx(2 * PRICE)
     assert report.bill.lines[0].usd == pytest.approx(2 * PRICE)
+
+
+def test_a_machine_that_only_does_not_answer_is_not_released_and_stays_on_the_bill(world):
+    """It may train on: it is asked to stop, and its bill stays open until it is gone (A8)."""
+    owner = world.owner()
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+    handle = world.handle
+    world.backend.lose(handle, reason="silent")
+    owner.resume(Wake("status", quiet_s={0: LOST_AFTER_S}))
+    ended = world.state.attempts[0]
+    early = calls(world, "release"), calls(world, "stop")
+    world.backend._life(handle).nodes[0] = NodeStatus(0, "lost", reason="killed")
+    owner.resume(Wake("backoff"))
+
+    assert ended.outcome == "lost"
+    assert ended.unreleased == "node 0 does not answer: it may still run, and is stopped once it answers"
+    assert early == (0, 1)
+    assert world.state.attempts[0].unreleased == ""
+
+
+def test_a_bill_that_the_provider_did_not_report_at_the_end_is_read_at_the_release(world):
+    """No answer at the end and at the first release, an answer at the second: an hour is reported (A8)."""
+    owner = world.owner()
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+    world.clock.advance(3600)
+    world.backend.lose(world.handle)
+    for _ in range(3):
+        world.backend.fail_next("usage", AWAY)
+    owner.resume(Wake("status"))
+    early = world.state.attempts[0]
+    owner.resume(Wake("backoff"))
+    late = world.state.attempts[0]
+
+    assert (early.end.usd, early.unreleased) == (None, "the API server does not answer")
+    assert (late.end.usd, late.unreleased) == (pytest.approx(PRICE), "")
