@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import math
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -141,8 +144,68 @@ def _ends(prefix: str, wanted: list[str]) -> bool:
     return any(parts[start : start + len(wanted)] == wanted for start in range(len(parts)))
 
 
+class Output(io.FileIO):
+    """Standard output or error whose reader may go away: what no process reads any longer is discarded.
+
+    So neither ``| head`` nor a terminal that is closed changes what a command does, or its exit code.
+
+    Attributes:
+        is_unread: True once the reader has gone.
+    """
+
+    is_unread = False
+
+    def write(self, data: Any) -> int:
+        """Write *data*, or discard it; returns its size in bytes."""
+        try:
+            return super().write(data) or 0
+        except OSError as err:
+            if err.errno not in (errno.EPIPE, errno.EIO):
+                raise
+        self.is_unread = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())
+        os.close(null)
+        return memoryview(data).nbytes
+
+
+def is_unread() -> bool:
+    """Return True once no process reads standard output: what only prints for ever can end."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return isinstance(raw, Output) and raw.is_unread
+
+
+@contextmanager
+def outlive_readers() -> Iterator[None]:
+    """Make standard output and error such :class:`Output`; streams that a test replaced stay."""
+    before = sys.stdout, sys.stderr
+    for name, own in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        if own is not None and getattr(sys, name) is own:
+            raw = Output(own.fileno(), "wb", closefd=False)
+            text = io.TextIOWrapper(
+                io.BufferedWriter(raw),
+                encoding=own.encoding,
+                errors=own.errors,
+                line_buffering=own.line_buffering,
+                write_through=name == "stderr",
+            )
+            setattr(sys, name, text)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
 class Group(click.Group):
     """Errors of ours end a command with one readable message and exit code 2."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program; a reader of its output that goes away changes nothing."""
+        with outlive_readers():
+            return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""

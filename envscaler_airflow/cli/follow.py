@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -320,7 +319,7 @@ seconds. Chosen: a short run shows some, a day of training 1,440."""
 
 
 class Voice:
-    """Prints as long as there is a reader: a closed terminal or pipe does not end the run."""
+    """Prints what happens; see :class:`~envscaler_airflow.cli.common.Output` for readers that go away."""
 
     def __init__(self, *, to_stderr: bool = False, monotonic: Callable[[], float] = time.monotonic) -> None:
         """Print the training's output on standard output, with *to_stderr* beside the lines."""
@@ -353,35 +352,15 @@ class Voice:
         """Remove the line in place."""
         live, self._live = self._live, None
         if live is not None:
-            with suppress(OSError):
-                live.stop()
+            live.stop()
 
     def _show(self, line: str) -> None:
         text = Text(line, no_wrap=True, overflow="ellipsis", style="dim")
-        try:
-            if self._live is None:
-                console, both = Console(stderr=True), sys.stdout.isatty()
-                self._live = Live(
-                    text, console=console, auto_refresh=False, transient=True, redirect_stdout=both
-                )
-                self._live.start()
-            self._live.update(text, refresh=True)
-        except OSError:
-            self._mute()
+        if self._live is None:
+            console, both = Console(stderr=True), sys.stdout.isatty()
+            self._live = Live(text, console=console, auto_refresh=False, transient=True, redirect_stdout=both)
+            self._live.start()
+        self._live.update(text, refresh=True)
 
     def _write(self, text: str, *, is_error: bool) -> None:
-        try:
-            click.echo(text, nl=False, err=is_error)
-        except OSError:
-            self._mute()
-
-    def _mute(self) -> None:
-        """No process reads any longer: discard further output, also what is left in buffers."""
-        self._live = None
-        null = os.open(os.devnull, os.O_WRONLY)
-        try:
-            for stream in (sys.__stdout__, sys.__stderr__):
-                with suppress(OSError, ValueError, AttributeError):
-                    os.dup2(null, stream.fileno())  # type: ignore[union-attr]
-        finally:
-            os.close(null)
+        click.echo(text, nl=False, err=is_error)

@@ -46,7 +46,7 @@ from envscaler_airflow.owner.stage import (
 )
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import Actor, RunState, outcome_of
-from envscaler_airflow.run.event_bodies import Failed
+from envscaler_airflow.run.event_bodies import SHELL, Failed
 from envscaler_airflow.run.narration import printable
 from envscaler_airflow.store.keys import SHELL_DAG
 from envscaler_airflow.store.lease import LEASE, MAX_LEASE_BYTES, RENEW_EVERY_S
@@ -269,11 +269,11 @@ def signals() -> Iterator[None]:
 def shell_actor(run: Run) -> Actor:
     """One start from a shell, newer than every owner before it.
 
-    It counts as a clear: what had ended is taken up again.
+    It counts as a clear: what failed or was stopped is taken up again. What succeeded is delivered again.
     """
     owner = run.events.load().owner
     number = 1 if owner is None else 1 + max(owner.try_number, owner.max_tries)
-    return Actor(str(uuid.uuid4()), number, max_tries=number, life=SHELL_DAG)
+    return Actor(str(uuid.uuid4()), number, max_tries=number, life=SHELL)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from envscaler_agent.protocol import Status
 from envscaler_airflow.cli.common import (
     duration_option,
     find_run,
+    is_unread,
     output_option,
     store_option,
 )
@@ -202,7 +203,7 @@ def logs(run: str, *, follow: bool, attempt: int | None, as_json: bool, store: S
         for item in state.attempts_of(state.generation):
             if attempt is None or item.number == attempt:
                 _print_logs(output, item, as_json=as_json)
-        if not follow or is_over:
+        if not follow or is_over or is_unread():
             return
         if seen != (seen := f"{state.number} {output.cursors}"):
             heard = time.monotonic()

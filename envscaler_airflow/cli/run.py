@@ -51,7 +51,9 @@ class _Target(click.Choice[str]):
 
 
 _name_option = click.option(
-    "--name", callback=not_empty, help="Name of the run; the same name continues the run."
+    "--name",
+    callback=not_empty,
+    help="Name of the run; the same name continues it, and delivers it again once it has succeeded.",
 )
 _strategy_option = click.option(
     "--strategy",
@@ -62,7 +64,13 @@ _strategy_option = click.option(
 _budget_option = click.option(
     "--budget", "budget_usd", type=NOT_NEGATIVE, help="Maximum cost of the run, USD."
 )
-_fresh_option = click.option("--fresh", is_flag=True, help="Start from the beginning even if the run exists.")
+_restart_option = click.option(
+    "--restart",
+    type=click.Choice(["resume", "fresh"]),
+    default="resume",
+    show_default=True,
+    help="fresh: train from the start, as a new generation, also if the run has succeeded.",
+)
 
 
 @click.command()
@@ -72,7 +80,7 @@ _fresh_option = click.option("--fresh", is_flag=True, help="Start from the begin
 @click.option("--value-of-hour", type=NOT_NEGATIVE, help="Value of an hour of waiting, USD.")
 @_budget_option
 @click.option("--restore-from", callback=not_empty, help="URI of another run's checkpoint to start from.")
-@_fresh_option
+@_restart_option
 @click.option("--target", default="local", type=_Target(["local", "docker"]), show_default=True)
 @click.option("--locked", callback=not_empty, help="Run in exactly this environment: a run, or a lock.json.")
 @click.option("--install-system", is_flag=True, help="Install missing system packages on this machine.")
@@ -101,9 +109,10 @@ def run(
     spec = replace(source, inputs=source.inputs or {}).to_run(target)
     refuse_own_secrets(spec)
     key = _key(store, spec, options["name"])
-    begins = _begins(store, key)  # before anything is written: it refuses a folder of another major version
-    if options["restore_from"] and (options["fresh"] or begins):
-        _check_origin(options["restore_from"])
+    # Read before anything is written: it refuses a folder of another major version.
+    status = "none" if options["restart"] == "fresh" else Run(store, key).events.load().status
+    if options["restore_from"]:
+        _check_origin(options["restore_from"], key, begins=status == "none")
     lock = find_lock(options["locked"], store) if options["locked"] else None
     if target == "docker":
         run_docker(spec, store, key, lock, command=command, as_json=as_json)
@@ -112,7 +121,8 @@ def run(
     if absent := lacking_code(spec):
         raise SpecError("\n".join(absent), faults=absent)
     made = local_environment(spec, lock=lock, install_system=options["install_system"], say=_say)
-    store.write(f"{key.prefix}/{LOCK}", made.lock.to_text().encode())
+    if status != "succeeded":
+        store.write(f"{key.prefix}/{LOCK}", made.lock.to_text().encode())
     stage = replace(
         _stage(made.spec, source, options),
         value_of_hour=options["value_of_hour"],
@@ -142,17 +152,15 @@ def _check_container_options() -> None:
         )
 
 
-def _begins(store: Store, key: RunKey) -> bool:
-    """True when the run has nothing of its own to go on from."""
-    return Run(store, key).events.load().status in ("none", "succeeded")
-
-
-def _check_origin(uri: str) -> None:
+def _check_origin(uri: str, key: RunKey, *, begins: bool) -> None:
     """Look at the checkpoint to begin from: an attempt would wait for it for a quarter of an hour.
 
     Raises:
         SpecError: It is not valid, or cannot be read from here.
     """
+    if not begins:
+        _say(f"--restore-from has no effect: {key.run_id} exists; --restart fresh begins from it")
+        return
     try:
         origin, prefix = open_folder(uri)
         kind = newest_manifest(origin, prefix).kind
@@ -175,7 +183,7 @@ def _stage(spec: EnvSpec, source: SpecSource, options: dict[str, Any]) -> Stage:
         inputs=source.inputs or {},
         strategy=options["strategy"],
         budget_usd=options["budget_usd"],
-        restart="fresh" if options["fresh"] else "resume",
+        restart=options["restart"],
         resolve_secret=environment_secret,
     )
 
@@ -196,7 +204,7 @@ def _say(line: str) -> None:
 @_name_option
 @_strategy_option
 @_budget_option
-@_fresh_option
+@_restart_option
 @backend_options
 @output_option
 @store_option

@@ -111,7 +111,7 @@ def budget_fault(stage: Stage, spent_usd: float | None) -> str | None:
         return None
     return (
         f"what the stage has cost so far is unknown, since a price is: a budget of "
-        f"{usd_text(stage.budget_usd)} cannot be kept; state the price, or clear the task without a budget"
+        f"{usd_text(stage.budget_usd)} cannot be kept; state the price, or leave the budget out"
     )
 
 

@@ -89,7 +89,8 @@ def differences(run: Run, spec_hash: str, frozen: Frozen) -> str:
         StoreError: The store cannot be read.
         ProtocolError: The spec does not exist.
     """
-    found = sorted(_differing(run.document(spec_hash), frozen.document, ""))
+    paths = _differing(run.document(spec_hash), frozen.document, "")
+    found = sorted("the files of workdir" if path == ARCHIVE_FIELD else path for path in paths)
     more = len(found) - MAX_DIFFERENCES
     names = ", ".join(found[:MAX_DIFFERENCES])
     return f"{names} and {more} more" if more > 0 else names

@@ -20,6 +20,7 @@ from envscaler_airflow.errors import (
     BudgetError,
     ProtocolError,
     RunFailedError,
+    SpecError,
 )
 from envscaler_airflow.owner import (
     choose,
@@ -149,9 +150,11 @@ class Owner:
             log.warning("%s", fault)
         if entry.respec:
             freeze.write(self.owned.run, frozen)
-        elif frozen.spec_hash != state.spec_hash:
+        elif frozen.spec_hash != state.spec_hash and not self.owned.actor.is_shell:
             self._log_differences(state, frozen)
-        if entry.kind == "deliver" and state.delivered:
+        if entry.kind == "deliver" and self.owned.actor.is_shell:
+            self._refuse_differences(state, frozen)
+        elif entry.kind == "deliver" and state.delivered:
             log.warning(
                 "hands over the result of generation %d again; restart='fresh' trains from the start",
                 state.generation,
@@ -160,14 +163,28 @@ class Owner:
         return self.owned.append(state, bodies.NewOwner(reason=entry.reason, spec_hash=spec_hash))
 
     def _log_differences(self, state: RunState, frozen: freeze.Frozen) -> None:
-        try:
-            where = freeze.differences(self.owned.run, state.spec_hash, frozen)
-        except ProtocolError as err:
-            where = str(err)
         log.warning(
             "the spec differs from the one that the run was begun with (%s); that counts from the next clear",
-            where,
+            self._differences(state, frozen),
         )
+
+    def _differences(self, state: RunState, frozen: freeze.Frozen) -> str:
+        try:
+            return freeze.differences(self.owned.run, state.spec_hash, frozen)
+        except ProtocolError as err:
+            return str(err)
+
+    def _refuse_differences(self, state: RunState, frozen: freeze.Frozen) -> None:
+        """Refuse to deliver a result that another spec made: a person would take it for that of this one.
+
+        Raises:
+            SpecError: The spec, its parameters, inputs or code differ.
+        """
+        if frozen.spec_hash != state.spec_hash:
+            raise SpecError(
+                f"run {self.owned.run.prefix}: succeeded before with another spec or code (differs: "
+                f"{self._differences(state, frozen)}); write --restart fresh, or another --name"
+            )
 
     def resume(self, wake: Wake) -> Waiting | Delivered:
         """Run what every later execution does. Raises as :meth:`enter`."""
@@ -452,7 +469,9 @@ def _halt(owned: OwnedRun, state: RunState, action: Action) -> RunState:
         return owned.append(state, bodies.Stopped(generation=state.generation, reason=action.reason))
     _write_result(owned, state)
     again = (
-        "clear the task, or start the run again by its name, to take it up "
+        "start it again by its name to go on"
+        if owned.actor.is_shell
+        else "clear the task to take it up "
         "(a clear while a worker ran the task may count as a retry: clear it once more)"
     )
     raise StoppedError(f"the run was stopped: {state.reason}; {again}")

@@ -426,6 +426,10 @@ MOST = 2**53
 """Numbers and times below this are believed. Source: beyond it JSON readers skip whole numbers."""
 
 
+SHELL = "shell"
+"""Life of every owner outside Airflow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Actor(Record):
     """Who wrote an event: one try of the stage's task, or a shell.
@@ -436,13 +440,18 @@ class Actor(Record):
         try_number: Airflow's try number, from 1. A try is ``(ti_id, try_number)``.
         max_tries: Airflow's ``max_tries``; a clear of the task sets it, a retry does not.
         life: uuid of the DAG run that the try belongs to; None if it cannot be read. A DAG run that was
-            deleted and recreated under the same name has another one.
+            deleted and recreated under the same name has another one. :data:`SHELL` outside Airflow.
     """
 
     ti_id: str
     try_number: int = 1
     max_tries: int = 0
     life: str | None = None
+
+    @property
+    def is_shell(self) -> bool:
+        """Return True for a shell: each start counts as a clear, except of a run that has succeeded."""
+        return self.life == SHELL
 
     def is_try_of(self, other: Actor | None) -> bool:
         """Return True if both are the same try."""

@@ -28,7 +28,7 @@ def describe(event: Event, state: RunState) -> str | None:
         event: What happened.
         state: Before the event or at any time after it: only its attempts are used.
     """
-    words = _words(event.body, state)
+    words = _words(event, state)
     return None if words is None else printable(words)
 
 
@@ -142,14 +142,15 @@ def _name(target: Allocation | None) -> str:
 
 
 def _words(  # noqa: C901 - one case for each event
-    body: bodies.EventBody, state: RunState
+    event: Event, state: RunState
 ) -> str | None:
-    match body:
+    match body := event.body:
         case bodies.NewGeneration():
             return f"generation {body.generation} begins: {body.reason}"
         case bodies.NewOwner():
             where = f"; {whereabouts(state.live)} goes on" if state.live is not None else ""
-            return f"this try owns the run now: {body.reason}{where}"
+            who = "shell" if event.actor is not None and event.actor.is_shell else "try"
+            return f"this {who} owns the run now: {body.reason}{where}"
         case bodies.MoveRequested():
             return f"the sensor requests a move to {_to_target(body.target, body.reason)}"
         case bodies.MoveRefused():

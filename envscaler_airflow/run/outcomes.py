@@ -37,8 +37,8 @@ RECOVERIES: Mapping[Recovery, str] = {
     "deadline, the next attempt resumes",
     "fail-if-repeated": "the run fails, before the first step at once, else at the second time at one step",
     "next-offer": "the next attempt tries another offer",
-    "fail": "the run fails; only a clear of the task starts another attempt",
-    "stop": "the run stops; only a clear of the task starts another attempt",
+    "fail": "the run fails; only a clear of the task, or a start by name in a shell, begins an attempt",
+    "stop": "the run stops; only a clear of the task, or a start by name in a shell, begins an attempt",
     "wait": "the owner waits",
 }
 """What the owner does, for the docs."""
@@ -133,7 +133,7 @@ _NODES = (
 )
 _STOPS = (
     Outcome("move", 0, "owner", "resume", "it moves to another allocation", "stop"),
-    Outcome("spec-changed", 0, "owner", "resume", "the spec changed and the task was cleared", "stop"),
+    Outcome("spec-changed", 0, "owner", "resume", "it goes on with a changed spec", "stop"),
     Outcome("stop", 0, "owner", "stop", "a stop was requested", "stop"),
     Outcome("timeout", 0, "user", "fail", "the time of the task is over", "stop"),
     Outcome("budget", 0, "user", "fail", "the budget is spent", "stop"),

@@ -54,20 +54,22 @@ def enter(state: RunState, actor: Actor, *, spec_hash: str = "", fresh: bool = F
     if fresh and cleared:
         return Entry("begin", "restart='fresh'")
     if state.status == "succeeded":
-        return _after_success(state, cleared=cleared)
+        return _after_success(state, actor, cleared=cleared)
     if state.status in ("failed", "stopped") and not cleared:
         return Entry("adopt", f"the run {_past(state.status)}, and only a clear of the task overrides that")
     respec = cleared and spec_hash != state.spec_hash
     if state.status in ("failed", "stopped"):
         return Entry("adopt", f"goes on after it {_past(state.status)}", respec=respec)
-    return Entry("adopt", "taken over from the try before", respec=respec)
+    return Entry("adopt", "taken over from the owner before", respec=respec)
 
 
-def _after_success(state: RunState, *, cleared: bool) -> Entry:
-    if cleared and state.accepted:
-        return Entry("begin", "cleared after success")
+def _after_success(state: RunState, actor: Actor, *, cleared: bool) -> Entry:
     if not state.delivered:
         return Entry("deliver", "succeeded before, not yet delivered")
+    if actor.is_shell:  # a name that is typed again must not train, and cost, again
+        return Entry("deliver", "it succeeded before, so nothing runs; --restart fresh trains from the start")
+    if cleared and state.accepted:
+        return Entry("begin", "cleared after success")
     if not state.accepted:
         return Entry("deliver", "delivered before to a try that Airflow did not count as a success")
     return Entry("deliver", "delivered before, and the task was not cleared")
@@ -213,7 +215,7 @@ def _must_go(state: RunState, live: AttemptState, facts: Facts) -> Action | None
     if live.generation != state.generation:
         return Action("stop", stop_reason="stop", reason="it belongs to an earlier generation")
     if live.spec_hash != state.spec_hash:
-        return Action("stop", stop_reason="spec-changed", reason="the spec changed and the task was cleared")
+        return Action("stop", stop_reason="spec-changed", reason="it goes on with a changed spec")
     if _is_over_budget(facts):
         return Action("stop", stop_reason="budget", reason=_budget_words(facts))
     return None
@@ -289,7 +291,7 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
     if outcome_of(last.stop_reason).is_final:
         requested_at = last.stop_number if last.stop_request is None else last.stop_request
         if state.cleared_number > requested_at:
-            return Action("start", reason=f"cleared after a stop ({last.stop_reason})")
+            return Action("start", reason=f"taken up again after a stop ({last.stop_reason})")
         return _final(last.stop_reason, last.stop_detail or "requested to stop")
     if last.stop_reason == "move" and last.target is not None:
         return Action("start", reason="moved", target=last.target, memory_bytes=still_fits(last, last.target))

@@ -11,6 +11,7 @@ LARGE = Allocation(Offer("local", "", "cpu-2", "on-demand", vcpus=2, memory_gib=
 FIRST = Actor("ti-1", try_number=1, max_tries=3, life="one")
 RETRY = Actor("ti-2", try_number=2, max_tries=3, life="one")
 CLEARED = Actor("ti-3", try_number=3, max_tries=5, life="one")
+SHELL_AGAIN = Actor("ti-5", try_number=8, max_tries=8, life="shell")
 RECREATED = Actor("ti-9", try_number=1, max_tries=3, life="two")
 
 

@@ -83,7 +83,7 @@ class Shell:
         (self.folder / name).write_text(text)
         return str(self.folder / name)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, stderr=subprocess.STDOUT) -> subprocess.Popen[str]:
         """Start a command."""
         command = [sys.executable, "-m", "envscaler_airflow.cli", *arguments]
         return subprocess.Popen(
@@ -92,7 +92,7 @@ class Shell:
             cwd=self.folder,
             text=True,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             start_new_session=True,
         )
 
@@ -324,13 +324,16 @@ def test_a_run_whose_owner_was_killed_is_orphaned_and_cancel_stops_it(shell):
     assert shell.stage_processes() == []
 
 
-def test_a_pipe_that_is_closed_does_not_end_the_owner(shell):
-    """`envscaler run | head -1`: the run continues to its end (F5)."""
-    owner = shell.start("run", "-f", shell.spec(total=60), "--name", "one")
-    owner.stdout.readline()
-    owner.stdout.close()
+def test_a_pipe_that_is_closed_does_not_end_the_owner(shell, tmp_path):
+    """`envscaler run | head -1`: the run goes on, its events still come, its code is its own (F5)."""
+    with (tmp_path / "said").open("w+") as said:
+        owner = shell.start("run", "-f", shell.spec(total=30), "--name", "one", stderr=said)
+        owner.stdout.readline()
+        owner.stdout.close()
 
-    assert owner.wait(timeout=150) == 0
+        assert owner.wait(timeout=150) == 0
+        said.seek(0)
+        assert said.read().splitlines()[-1] == "-- the stage succeeded"
     assert shell.state().status == "succeeded"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import signal
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_agent.protocol import Progress, Status, Transfer
-from envscaler_airflow.cli import follow as voice_module
 from envscaler_airflow.cli.follow import Voice, progress_line
 from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, own_and_tell, signals
 from envscaler_airflow.errors import NoOfferError, RunFailedError, StoreError
@@ -163,25 +161,6 @@ def test_what_was_said_last_is_not_said_again(capsys):
         voice.say(line)
 
     assert capsys.readouterr().err == "-- runs\n-- starts\n-- runs\n"
-
-
-@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO])
-def test_a_terminal_that_is_gone_ends_nothing(monkeypatch, number):
-    """A closed pipe, or a hang-up: no reader is left, and the run continues (F5)."""
-
-    def gone(*_args, **_kwargs):
-        raise OSError(number, "gone")
-
-    muted = []
-    monkeypatch.setattr(voice_module.click, "echo", gone)
-    monkeypatch.setattr(Voice, "_mute", lambda _self: muted.append(True))
-    voice = Voice()
-
-    voice.say("one")
-    voice.training("two\n")
-    voice.progress("three")
-
-    assert len(muted) == 3
 
 
 def test_why_it_waits_is_said_with_what_is_free_and_who_uses_it(owner, store):

@@ -374,19 +374,3 @@ def test_what_a_killed_refresh_left_half_written_is_written_over(cache):
 
     assert not torn.exists()
     assert [price_list.region for price_list in PriceCache(cache).price_lists()] == ["us-east-1"]
-
-
-@pytest.mark.parametrize("command", [["offers"], ["plan", "--job", "list"], ["catalog", "show"]])
-def test_a_reader_that_goes_away_ends_the_command_quietly(command, tmp_path, monkeypatch):
-    """``| head -1``: no traceback."""
-    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
-
-    def closed(*_, **__):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    monkeypatch.setattr(click, "echo", closed)
-
-    got = CliRunner().invoke(main, command)
-
-    assert isinstance(got.exception, SystemExit)
-    assert got.exit_code == 1

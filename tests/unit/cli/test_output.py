@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from contextlib import contextmanager
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import follow, main
+from envscaler_airflow.cli.common import is_unread, outlive_readers
 from envscaler_airflow.cli.follow import Bar, bar
 from envscaler_airflow.store.base import check_store, open_store
 
@@ -64,6 +68,52 @@ def test_json_holds_what_the_text_says(call):
     assert call("kubernetes", "rbac")["kind"] == "List"
     assert call("status") == []
     assert call("catalog", "show") == []
+
+
+@contextmanager
+def unread():
+    """Standard output is a pipe that nothing reads; lines on standard error are in the list afterwards."""
+    said, streams = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            reads, writes = os.pipe()
+            streams.append(os.fdopen(writes, "w"))
+            patch.setattr(sys, name, streams[-1])
+            patch.setattr(sys, f"__{name}__", streams[-1])
+            if name == "stdout":
+                os.close(reads)
+        yield said
+    for stream in streams:
+        stream.close()
+    with os.fdopen(reads) as errors:
+        said += errors.read().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["schema"], 0), (["catalog", "show"], 0), (["validate", "-f", "none.yaml"], 2)]
+)
+def test_a_reader_that_goes_away_changes_nothing(tmp_path, monkeypatch, words, code):
+    """``| head -1``: no traceback, and the exit code is the command's own (F5)."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+
+    with unread() as said, pytest.raises(SystemExit) as ended:
+        main(words)
+
+    assert ended.value.code == code
+    assert len(said) == (code == 2)
+
+
+def test_what_only_prints_notices_that_its_reader_has_gone():
+    """``logs -f`` ends then; lines on standard error still come (F5)."""
+    with unread() as said, outlive_readers():
+        before = is_unread()
+        click.echo("one")
+        click.echo("two", err=True)
+        sys.stdout.flush()
+        after = is_unread()
+
+    assert said == ["two"]
+    assert (before, after) == (False, True)
 
 
 class TestBars:

@@ -8,7 +8,7 @@ import pytest
 
 from envscaler_agent.protocol import Ended, Manifest
 from envscaler_airflow.envspec import load_spec
-from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, StoreError
+from envscaler_airflow.errors import BudgetError, CapacityError, RunFailedError, SpecError, StoreError
 from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import (
@@ -50,6 +50,44 @@ def test_a_run_from_first_start_to_delivery(world):
         "delivered",
     ]
     assert world.backend.live == []
+
+
+def test_a_shell_refuses_to_deliver_what_another_spec_made(world):
+    """The name of a succeeded run is typed again: its result, but never for changed code (F6)."""
+    world.life = "shell"
+    code = world.spec_path.parent / "code"
+    code.mkdir()
+    world.spec_path.write_text(f"{world.spec_path.read_text()}workdir: code\n")
+    owner = world.owner(max_tries=1)
+    waiting = owner.enter()
+    world.succeed()
+    owner.resume(world.watch(waiting).poll())
+
+    again = world.owner(max_tries=2).enter()
+    world.spec_path.write_text(world.spec_path.read_text().replace("train.py", "other.py"))
+    (code / "other.py").write_text("")
+    with pytest.raises(SpecError, match=r"differs: entrypoint, the files of workdir\); write --restart"):
+        world.owner(max_tries=3).enter()
+
+    assert isinstance(again, Delivered)
+    assert [event.type for event in world.log.read()][-2:] == ["owner", "delivered"]
+    assert world.state.generation == 1
+
+
+@pytest.mark.parametrize(("life", "words"), [("life-1", "clear the task"), ("shell", "by its name to go on")])
+def test_a_stopped_run_names_the_way_on_of_its_face(world, life, words):
+    """A shell has no task to clear, and Airflow no name to type again (F6)."""
+    world.life = life
+    owner = world.owner(max_tries=1)
+    owner.enter()
+    request_stop(Run(world.store, world.key), reason="enough", by="me")
+    owner.resume(Wake("request"))
+    world.leave()
+
+    with pytest.raises(StoppedError, match=words) as caught:
+        owner.resume(Wake("status"))
+
+    assert ("task" in str(caught.value)) == (life != "shell")
 
 
 def test_a_watch_says_nothing_while_the_attempt_runs(world):

@@ -10,6 +10,7 @@ from fakes.run_events import (
     FIRST,
     RECREATED,
     RETRY,
+    SHELL_AGAIN,
     SUCCEEDED,
     begun,
     intended,
@@ -207,3 +208,21 @@ def test_an_actor_says_which_dag_run_it_is_of():
     """It has none where that cannot be read."""
     assert Actor.from_dict(FIRST.to_dict()) == FIRST
     assert "life" not in Actor("ti-1", 1, 3).to_dict()
+
+
+def test_a_name_typed_again_in_a_shell_does_not_train_again():
+    """A succeeded run is delivered again and costs nothing; only ``--restart fresh`` begins (F6)."""
+    found = (*DONE, DELIVERED, ACCEPTED, owner(SHELL_AGAIN))
+
+    again = Actor("ti-6", try_number=9, max_tries=9, life="shell")
+    assert kind(*found, actor=again) == "deliver"
+    assert kind(*found, actor=again, fresh=True) == "begin"
+
+
+@pytest.mark.parametrize("found", [RUNNING, FAILED, STOPPED])
+def test_a_name_typed_again_in_a_shell_goes_on_with_what_has_not_succeeded(found):
+    """Each start from a shell counts as a clear of it (F5)."""
+    state = run(*found, owner(SHELL_AGAIN))
+
+    assert state.status == "active"
+    assert enter(state, Actor("ti-6", 9, max_tries=9, life="shell"), spec_hash="B").respec

@@ -86,7 +86,7 @@ def test_a_clear_overrides_a_stop(why, cleared):
 
     got = after(*events)
 
-    assert (got.kind, got.reason) == ("start", f"cleared after a stop ({why})")
+    assert (got.kind, got.reason) == ("start", f"taken up again after a stop ({why})")
 
 
 def test_a_clear_overrides_a_stop_that_nothing_was_asked_for():
