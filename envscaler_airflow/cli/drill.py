@@ -134,19 +134,32 @@ def drill(
     made.check(faults, state)
     if not yes:
         click.confirm("Break it now?", abort=True, err=True)
-    results = [made.rehearse(fault) for fault in faults]
-    body = {
-        "run": found.prefix,
-        "passed": all(one.is_passed for one in results),
-        "bounds": bounds.to_dict(),
-        "faults": [one.to_dict() for one in results],
-    }
-    text = json.dumps(body, indent=None if as_json else 1)
-    if report is not None:
-        report.write_text(f"{text}\n", encoding="utf-8")
-    click.echo(text) if as_json else print_rehearsals(results)
+    results: list[Rehearsal] = []
+    try:
+        for fault in faults:
+            results.append(made.rehearse(fault))  # noqa: PERF401  (an interrupt keeps what is done)
+    finally:
+        body = {
+            "run": found.prefix,
+            "passed": len(results) == len(faults) and all(one.is_passed for one in results),
+            "bounds": bounds.to_dict(),
+            "faults": [one.to_dict() for one in results],
+        }
+        _print_report(body, results, report, as_json=as_json)
     if not body["passed"]:
         click.get_current_context().exit(MISSED)
+
+
+def _print_report(
+    body: dict[str, Any], results: Sequence[Rehearsal], path: Path | None, *, as_json: bool
+) -> None:
+    """Print what was done so far, and write it to *path*."""
+    if path is not None:
+        path.write_text(f"{json.dumps(body, indent=1)}\n", encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(body))
+    else:
+        print_rehearsals(results)
 
 
 def _check(run: Run, state: RunState) -> AttemptState:

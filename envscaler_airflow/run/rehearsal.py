@@ -214,20 +214,20 @@ def _is_same_head(before: Sample, last: Sample) -> bool:
     return is_known and (before.attempt, one and one.claim) == (last.attempt, two and two.claim)
 
 
+def _fall(before: Sample, seen: Sequence[Sample]) -> tuple[int, int | None]:
+    """How many steps the process of node 0 fell back at most, if it stayed, and to which step."""
+    mine = [one.step for one in (before, *seen) if one.attempt == before.attempt]
+    steps = [step for step in mine if step is not None]
+    falls = [(max(steps[:index]) - step, step) for index, step in enumerate(steps) if index]
+    most = max(falls, default=(0, 0))
+    return most if most[0] > 0 else (0, before.step)
+
+
 def _begun_again(before: Sample, seen: Sequence[Sample]) -> int | None:
     """Step from which node 0 trains on: where its new process began, or what its old one fell back to."""
-    last = seen[-1]
-    if not _is_same_head(before, last):
-        return None if last.head is None else last.head.start_step
-    steps = [one.step for one in (before, *seen) if one.attempt == last.attempt and one.step is not None]
-    falls = [(max(steps[:index]) - step, step) for index, step in enumerate(steps) if index]
-    return max(falls, default=(0, 0))[1] if any(fall > 0 for fall, _ in falls) else before.step
-
-
-def _reported_step(before: Sample, seen: Sequence[Sample], last_step: int | None) -> int | None:
-    """The last step that the processes before the fault reported."""
-    mine = [one.step for one in (before, *seen) if one.attempt == before.attempt]
-    return max((step for step in (*mine, last_step) if step is not None), default=None)
+    if _is_same_head(before, seen[-1]):
+        return _fall(before, seen)[1]
+    return None if seen[-1].head is None else seen[-1].head.start_step
 
 
 def judge(
@@ -253,43 +253,52 @@ def judge(
         last_step: The last step that the attempt *before* reported, as its end has it; None: unknown.
         detect_s: When a requested move was accepted; otherwise taken from the samples.
     """
-    last, is_back = seen[-1], has_resumed(fault, before, seen, target=target)
-    is_same = last.is_same_life(before)
+    is_back = has_resumed(fault, before, seen, target=target)
+    found = _measured(fault, before, seen, is_back=is_back, last_step=last_step)
     if detect_s is None:
         detect_s = next((one.at_s for one in seen if is_detected(fault.course, before, one)), None)
-    lost, committed = (0, 0) if is_same else _lost(before, seen, last_step)
+    missed = _missed(found, fault, seen[-1], bounds)
+    if fault.course == "undisturbed" and not seen[-1].is_same_life(before):
+        missed.append("the training was restarted, and should have gone on")
+    if any(_reports_while_away(before, one, node) for one in seen):
+        missed.append(f"node {node} reported to the store all the time: the fault had no effect")
+    return replace(found, detect_s=detect_s, missed=tuple(missed))
+
+
+def _measured(
+    fault: Fault, before: Sample, seen: Sequence[Sample], *, is_back: bool, last_step: int | None
+) -> Rehearsal:
+    """What was measured; nothing but the names if it did not come back."""
+    last = seen[-1]
+    found = Rehearsal(fault=fault.name, before=_named(before), after=_named(last))
     if not is_back:
-        lost = committed = None
-    resume_s = _resume_s(before, last) if is_back else None
-    trained = before if fault.course != "moved" else _last_trained(before, seen)
-    pause_s = None if resume_s is None else 0.0 if is_same else max(0.0, resume_s - max(0.0, trained.at_s))
-    found = Rehearsal(
-        fault=fault.name,
-        detect_s=detect_s,
+        return found
+    is_same, resume_s = last.is_same_life(before), _resume_s(before, last)
+    lost, committed = (0, 0) if is_same else _lost(before, seen, last_step)
+    trained = _last_trained(before, seen) if fault.course == "moved" else before
+    pause_s = 0.0 if is_same else max(0.0, resume_s - max(0.0, trained.at_s))
+    return replace(
+        found,
         resume_s=resume_s,
         pause_s=pause_s,
         steps_lost=lost,
         committed_steps_lost=committed,
-        usd_lost=_usd_lost(trained, last, lost) if pause_s else None if pause_s is None else 0.0,
-        before=_named(before),
-        after=_named(last),
+        usd_lost=_usd_lost(trained, last, lost) if pause_s else 0.0,
     )
-    missed = _missed(found, fault, last, bounds)
-    if fault.course == "undisturbed" and not is_same:
-        missed.append("the training was restarted, and should have gone on")
-    if any(_reports_while_away(before, one, node) for one in seen):
-        missed.append(f"node {node} reported to the store all the time: the fault had no effect")
-    return replace(found, missed=tuple(missed))
 
 
 def _lost(before: Sample, seen: Sequence[Sample], last_step: int | None) -> tuple[int | None, int | None]:
     """Steps that are trained again, and how many of them a valid checkpoint contained."""
-    again, made = _begun_again(before, seen), _reported_step(before, seen, last_step)
+    saved = before.saved_step or 0
+    if _is_same_head(before, seen[-1]):
+        fall, again = _fall(before, seen)
+        return fall, max(0, saved - (again or 0)) if fall else 0
+    again = _begun_again(before, seen)
+    mine = [one.step for one in (before, *seen) if _is_same_head(before, one)]
+    made = max((step for step in (*mine, last_step) if step is not None), default=None)
     if again is None or made is None:
         return None, None
-    if _is_same_head(before, seen[-1]) and again == before.step:
-        return 0, 0
-    return max(0, made - again), max(0, (before.saved_step or 0) - again)
+    return max(0, made - again), max(0, saved - again)
 
 
 def _resume_s(before: Sample, last: Sample) -> float:

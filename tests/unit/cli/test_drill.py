@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ from fakes.run_events import LARGE, SMALL
 
 from envscaler_airflow.backends.base import Injection
 from envscaler_airflow.cli import drill, main
-from envscaler_airflow.cli.foreground import write_owner
-from envscaler_airflow.errors import BackendError
+from envscaler_airflow.cli.foreground import watcher_of, write_owner
+from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor, Handle
 from envscaler_airflow.run.event_bodies import (
@@ -213,6 +214,37 @@ def test_the_report_is_json_in_a_file_too_and_a_missed_bound_is_exit_code_1(call
     assert body["bounds"] == {"replace_s": 600.0, "pause_s": 300.0}
     assert body["faults"][0]["missed"] == ["no new step within 630 s"]
     assert "lose-node: no new step within 630 s" in got.stdout
+
+
+def test_an_interrupt_keeps_the_report_of_what_was_done(call, monkeypatch, tmp_path):
+    """The second of two faults was interrupted, so the drill did not pass."""
+
+    def rehearse(self, fault):
+        if fault.name == "stall":
+            raise KeyboardInterrupt
+        return drill.Rehearsal(fault=fault.name)
+
+    monkeypatch.setattr(drill._Drill, "rehearse", rehearse)
+
+    got = call("--yes", "--report", str(tmp_path / "drill.json"), faults="lose-node,stall")
+
+    body = json.loads((tmp_path / "drill.json").read_text())
+    assert got.exit_code == 1
+    assert [one["fault"] for one in body["faults"]] == ["lose-node"]
+    assert body["passed"] is False
+
+
+def test_the_shell_that_owns_the_run_is_found_and_a_triggerer_must_be_named(run):
+    """Killing the wrong process would hit every task that it watches."""
+    state = run.events.load()
+    in_airflow = Run(run.store, RunKey("d", "dag", "scheduled", "train"))
+
+    assert watcher_of(run, state).pid == os.getpid()
+    assert watcher_of(in_airflow, state, os.getpid()).pid == os.getpid()
+    with pytest.raises(SpecError, match="name the triggerer's process of this machine by --triggerer PID"):
+        watcher_of(in_airflow, state)
+    with pytest.raises(SpecError, match="process 4194305 does not run on this machine"):
+        watcher_of(in_airflow, state, 4194305)  # more than Linux gives
 
 
 @pytest.fixture

@@ -127,6 +127,21 @@ def test_another_node_s_replacement_may_throw_node_0_back_without_an_end_of_its_
     assert (found.resume_s, found.steps_lost, found.committed_steps_lost) == (25, 24, 0)
 
 
+@pytest.mark.parametrize(
+    ("seen", "lost"),
+    [
+        ([at(30, node(130, claim=2, start=80))], 20),
+        ([at(5, node(104)), at(20, node(80, sequence=2)), at(30, node(130, sequence=3))], 24),
+    ],
+)
+def test_steps_after_the_fault_are_not_steps_before_it(seen, lost):
+    """The new pod, or the old process thrown back, has already passed the last step when it reports."""
+    before = at(0, node(100, saved=80), node(100))
+    after = [replace(one, nodes=(*one.nodes, node(130, claim=2))) for one in seen]
+
+    assert shown("lose-node", *after, before=before, node=1).steps_lost == lost
+
+
 def test_every_node_must_train_again():
     """Node 1 is still being set up."""
     before = at(0, node(100), node(100))
