@@ -35,7 +35,7 @@ from tests.simulation.kernel import Actor, Machine, World, monotonic, wall
 from tests.simulation.training import Training
 
 _T = TypeVar("_T")
-IDLE_S = {"watch": 60.0, "main": 30.0}
+IDLE_S = {"main": 30.0}
 MOST_IDLE_S = 90.0
 """Longest time between two rounds of a part of a node, seconds, by its role; MOST_IDLE_S for the others.
 Chosen: what others write wakes it, and the ages that the product counts are minutes.
