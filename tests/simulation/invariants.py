@@ -15,7 +15,7 @@ from envscaler_agent.protocol import Control, ProtocolError, parse_checkpoint_na
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.owner.reap import YOUNG_S
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
-from envscaler_airflow.run import AttemptState, Event, RunState, fold
+from envscaler_airflow.run import AttemptState, Event, RunState, fold, outcome_of
 from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.store.clock import STEP_S
 from envscaler_airflow.store.run import Run
@@ -27,6 +27,8 @@ from tests.simulation.store import Effect, SimClient, SimStore
 LATEST_S = 120.0
 """How long a training that has to end may go on after its sidecar knows, seconds, beside grace and pauses.
 Chosen: a round of a simulated sidecar and the last upload."""
+OF_THE_STAGE = ("train-", "disk-full")
+"""Faults that are the stage's own."""
 _EVENT = re.compile(r"(.+)/events/(\d{6})\.json\Z")
 _OF_CLAIM = re.compile(r"(.+)/(?:status|metrics|logs)/(g\d+-a\d+-n\d+-c\d+)\b")
 _MANIFEST = re.compile(r"(.+)/checkpoints/([^/]+)/manifest-c(\d+)\.json\Z")
@@ -292,9 +294,18 @@ class Invariants:
             self._check_machines(ledger)
             self._check_money(ledger)
             self._check_budget(ledger)
+            self._check_blame(ledger)
         for attempt in self.cloud.attempts.values():
             if not attempt.is_over:
                 fail("nothing-left", f"{attempt.name} still runs, and reap does not find it")
+
+    def _check_blame(self, ledger: Ledger) -> None:
+        """No loss of a machine, of an answer or of the store fails a run as an error of the stage."""
+        row = outcome_of(ledger.state.failure)
+        is_blamed = ledger.state.status == "failed" and row.kind == "end" and row.caused_by == "user"
+        if is_blamed and not any(fault.startswith(OF_THE_STAGE) for fault in self.world.struck):
+            words = f"the run failed as {row.name}, and nothing of the stage did"
+            fail("blame", f"{words}: {ledger.state.reason}")
 
     def _check_fold(self, ledger: Ledger) -> None:
         reader = Run(self.store.client("reader", Machine("reader")), ledger.prefix)
