@@ -225,7 +225,6 @@ class _Drill:
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
     _zero: float = field(init=False, default=0.0)
-    _zero_of_store: float = field(init=False, default=0.0)
 
     def check(self, faults: Sequence[Fault], state: RunState) -> None:
         """Refuse faults that cannot be injected, before any of them is.
@@ -288,11 +287,6 @@ class _Drill:
         state = self.run.events.load()
         live = state.live
         said = [] if live is None or live.phase == "intended" else statuses(self.run, live)
-        head = said[0] if said else None
-        trained = None if head is None else (head.setup_s, head.progress.first_step_s)
-        trained_at = None
-        if live is not None and live.started_at is not None and trained and None not in trained:
-            trained_at = live.started_at + sum(cast("tuple[float, float]", trained)) - self._zero_of_store
         return Sample(
             at_s=self.monotonic() - self._zero,
             status=state.status,
@@ -304,7 +298,6 @@ class _Drill:
             nodes=tuple(None if node is None else _reported(node) for node in said),
             lease=self.run.lease.known().counter,
             usd=run_bill(state, now=self.run.now()).usd,
-            trained_at_s=trained_at,
         )
 
     def _await_steady(self, fault: Fault) -> Sample:
@@ -362,7 +355,7 @@ class _Drill:
             BackendError: It cannot be injected.
         """
         state = self.run.events.load()
-        self._zero, self._zero_of_store = self.monotonic(), self.run.now()
+        self._zero = self.monotonic()
         if fault.course == "moved":
             return self._move(fault)
         self._check_node(fault, state)
@@ -456,7 +449,7 @@ class _Drill:
             state = self.run.events.load()
             target = self._target(fault, state)
             live = cast("AttemptState", state.live)
-            self._zero, self._zero_of_store = self.monotonic(), self.run.now()
+            self._zero = self.monotonic()
             because = {"reason": f"drill: {fault.text}", "forced": True}
             asked = request_move(self.run, target=target, from_attempt=live.key, because=because)
             why = self._answer(asked.number)
@@ -495,4 +488,5 @@ def _reported(node: Status) -> NodeSample:
         start_step=node.start_step,
         saved_step=node.last_checkpoint_step,
         step_s=node.progress.step_time_s or (1 / speed if speed else None),
+        first_step_s=node.progress.first_step_s,
     )

@@ -73,6 +73,7 @@ class NodeSample:
     start_step: int | None = None
     saved_step: int | None = None
     step_s: float | None = None
+    first_step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,6 @@ class Sample:
         nodes: What each of its nodes last reported; None before the first report.
         lease: The counter of the lease.
         usd: Cost of the run so far; None: unknown.
-        trained_at_s: When the attempt ended its first step, as it reports, on the scale of *at_s*; None:
-            unknown.
     """
 
     at_s: float
@@ -103,7 +102,6 @@ class Sample:
     nodes: tuple[NodeSample | None, ...] = ()
     lease: int = 0
     usd: float | None = None
-    trained_at_s: float | None = None
 
     @property
     def head(self) -> NodeSample | None:
@@ -273,7 +271,7 @@ def _measured(
     found = Rehearsal(fault=fault.name, before=_named(before), after=_named(last))
     if not is_back:
         return found
-    is_same, resume_s = last.is_same_life(before), _resume_s(before, last)
+    is_same, resume_s = last.is_same_life(before), _resume_s(before, seen)
     lost, committed = (0, 0) if is_same else _lost(before, seen, last_step)
     trained = _last_trained(before, seen) if fault.course == "moved" else before
     pause_s = 0.0 if is_same else max(0.0, resume_s - max(0.0, trained.at_s))
@@ -283,7 +281,7 @@ def _measured(
         pause_s=pause_s,
         steps_lost=lost,
         committed_steps_lost=committed,
-        usd_lost=_usd_lost(trained, last, lost) if pause_s else 0.0,
+        usd_lost=_usd_lost(trained, last, lost, trains_s=last.at_s - resume_s) if pause_s else 0.0,
     )
 
 
@@ -301,10 +299,20 @@ def _lost(before: Sample, seen: Sequence[Sample], last_step: int | None) -> tupl
     return max(0, made - again), max(0, saved - again)
 
 
-def _resume_s(before: Sample, last: Sample) -> float:
-    """When it made its first new step: as a new attempt reports it, which is exact, else when it was seen."""
-    reported = last.trained_at_s if last.attempt != before.attempt else None
-    return last.at_s if reported is None else min(last.at_s, max(0.0, reported))
+def _resume_s(before: Sample, seen: Sequence[Sample]) -> float:
+    """When the first new step was made: as a new process reports it, else when it was seen.
+
+    A status without other news comes every 15 s, but at once when the process begins to run.
+    """
+    last, head = seen[-1], seen[-1].head
+    if _is_same_head(before, last) or head is None or head.first_step_s is None:
+        return last.at_s
+    began = next(
+        one.at_s
+        for one in seen
+        if _is_same_head(last, one) and one.head is not None and one.head.phase == "running"
+    )
+    return min(last.at_s, max(0.0, began) + head.first_step_s)
 
 
 def _last_trained(before: Sample, seen: Sequence[Sample]) -> Sample:
@@ -316,9 +324,12 @@ def _last_trained(before: Sample, seen: Sequence[Sample]) -> Sample:
     return found
 
 
-def _usd_lost(trained: Sample, last: Sample, steps_lost: int | None) -> float | None:
-    """Cost from the last step before the pause to the first one after it, and that of the repeated steps."""
-    if trained.usd is None or last.usd is None or steps_lost is None:
+def _usd_lost(trained: Sample, last: Sample, steps_lost: int | None, *, trains_s: float) -> float | None:
+    """Cost from the last step before the pause to the first one after it, and that of the repeated steps.
+
+    *trains_s*: for how long it has trained again at the *last* sample.
+    """
+    if None in (trained.usd, last.usd, last.usd_per_hour, steps_lost):
         return None
     step_s = None if trained.head is None else trained.head.step_s
     again = 0.0
@@ -326,7 +337,10 @@ def _usd_lost(trained: Sample, last: Sample, steps_lost: int | None) -> float | 
         if step_s is None or trained.usd_per_hour is None:
             return None
         again = steps_lost * step_s * trained.usd_per_hour / SECONDS_PER_HOUR
-    return max(0.0, last.usd - trained.usd) + again
+    spent = (
+        (last.usd or 0.0) - (trained.usd or 0.0) - trains_s * (last.usd_per_hour or 0.0) / SECONDS_PER_HOUR
+    )
+    return max(0.0, spent) + again
 
 
 def _named(sample: Sample) -> str:

@@ -20,9 +20,9 @@ from envscaler_airflow.run.rehearsal import (
 BOUNDS = Bounds()
 
 
-def node(step=None, *, claim=1, sequence=1, start=0, saved=None, phase="running"):
+def node(step=None, *, claim=1, sequence=1, start=0, saved=None, phase="running", first_step_s=None):
     """A report of a node; a step takes half a second."""
-    return NodeSample(claim, sequence, phase, step, start, saved, step_s=0.5)
+    return NodeSample(claim, sequence, phase, step, start, saved, 0.5, first_step_s)
 
 
 def at(at_s, *nodes, attempt=1, **more):
@@ -67,11 +67,24 @@ def test_a_lost_node_is_measured_from_its_loss_to_the_first_new_step():
     assert found.is_passed
 
 
-def test_the_first_step_is_taken_from_the_attempt_s_own_report_if_that_is_earlier():
-    """Statuses come every 15 s; the attempt reports when its first step ended, by the store's clock."""
-    found = shown("lose-node", at(30, node(120, start=80), attempt=2, trained_at_s=18.0))
+@pytest.mark.parametrize("new", [{"attempt": 2}, {"attempt": 1, "claim": 2}])
+def test_the_first_step_is_taken_from_the_new_process_s_own_report(new):
+    """Steps are reported every 15 s, but the start at once: it ran from 17 s on, and stepped 1 s later.
+
+    Also a pod that waited for a machine, whose own times begin with its start. The training from then on is
+    not part of the loss: 18 s, and twenty steps of half a second.
+    """
+    claim = new.pop("claim", 1)
+    seen = [
+        at(12, node(None, claim=claim, start=80, phase="setup"), **new),
+        at(17, node(None, claim=claim, start=80), **new),
+        at(30, node(120, claim=claim, start=80, first_step_s=1.0), **new),
+    ]
+
+    found = shown("lose-node", *seen)
 
     assert (found.resume_s, found.pause_s) == (18, 18)
+    assert found.usd_lost == pytest.approx(0.018 + 0.010)
 
 
 def test_the_end_of_the_attempt_may_report_later_steps_than_were_seen():
