@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from airflow.sdk.exceptions import AirflowRuntimeError
+
 from envscaler_airflow.errors import EnvScalerError
 from envscaler_airflow.hooks.states import why_over
 from envscaler_airflow.owner.reap import reap
@@ -69,7 +71,7 @@ class People:
         """Run `reap` once, as its operator does."""
         air = self.airflow
         store, backend = air.store.client("reap", self.machine), air.cloud.client(self.machine)
-        with suppress(EnvScalerError):
+        with suppress(EnvScalerError, AirflowRuntimeError):  # the task fails, and is retried an hour later
             for orphan in reap(store, backend, task_is_over=why_over):
                 air.world.note(f"reaps {orphan.handle.name}: {orphan.reason}", who="reap")
 
