@@ -10,7 +10,7 @@ PREFIX = "pair "
 _ACTIVE = ("between", "intended", "started", "changing", "stopping")
 _OVER = ("succeeded", "delivered", "accepted", "failed", "stopped")
 _BEGUN = (*_ACTIVE, *_OVER)
-_LATER = ("between", "intended", "started", "stopping", "succeeded", "failed", "stopped")
+_LATER = ("between", "intended", "started", "stopping", *_OVER)
 """States in which an earlier attempt may still be released."""
 POSSIBLE: Mapping[str, tuple[str, ...]] = {
     "generation": ("none", *_BEGUN),
@@ -21,8 +21,6 @@ POSSIBLE: Mapping[str, tuple[str, ...]] = {
     "attempt-ended": ("intended", "started", "changing", "stopping"),
     "release-failed": _LATER,
     "attempt-released": _LATER,
-    "move-requested": _BEGUN,
-    "stop-requested": _BEGUN,
     "move-accepted": ("started",),
     "move-refused": ("between", "started", "changing", "stopping"),
     "move-deferred": ("started",),
@@ -36,11 +34,11 @@ POSSIBLE: Mapping[str, tuple[str, ...]] = {
     "accepted": ("delivered",),
 }
 """States in which each event may be written. Source: ``run.steps`` and the table "at execute"."""
-WRITERS: Mapping[str, tuple[str, ...]] = {
-    "move-requested": ("person", "sensor"),
-    "stop-requested": ("person", "trigger"),
+REQUESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "move-requested": {"person": _ACTIVE, "worker": ("started", "stopping")},
+    "stop-requested": {"person": _ACTIVE, "triggerer": ("between", "started", "stopping")},
 }
-"""Who writes an event that is not the owner's."""
+"""The same for requests, by the kind of the actor that writes them: a sensor's worker, a killed trigger."""
 UNREACHED: Mapping[str, str] = {}
 """Pairs that no seed reaches, each with the reason."""
 
@@ -60,17 +58,18 @@ def state_of(state: RunState) -> str:
 
 def pair_of(event: Event, before: RunState, writer: str) -> str:
     """Key of what happened, for ``World.counts``; *writer* is the kind of the actor that wrote it."""
-    who = writer if event.type in WRITERS else "owner"
+    who = writer if event.type in REQUESTS else "owner"
     return f"{PREFIX}{event.type} {state_of(before)} {who}"
 
 
 def possible() -> list[str]:
     """Every pair that may occur."""
+    by_owner = {event: {"owner": states} for event, states in POSSIBLE.items()}
     return [
         f"{PREFIX}{event} {state} {who}"
-        for event, states in POSSIBLE.items()
+        for event, writers in (by_owner | dict(REQUESTS)).items()
+        for who, states in writers.items()
         for state in states
-        for who in WRITERS.get(event, ("owner",))
     ]
 
 
