@@ -40,7 +40,7 @@ test-frameworks: venv frameworks-venv  ## Run trainings of seven libraries, lost
 	PYTHONPATH=$(CURDIR):$(CURDIR)/agent $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_plain_savers.py tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
-drills: venv  ## Break real runs of this machine by every fault of envscaler drill.
+drills: venv  ## Break real runs of this machine by every fault of envscaler drill (8 minutes).
 	$(BIN)/python -m pytest tests/drills $(ARGS)
 
 e2e: venv  ## Run the rest against a real Airflow (12 minutes on 2 cores).

@@ -30,6 +30,7 @@ from envscaler_airflow.planning import Allocation
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.run.event_bodies import MoveDeferred, MoveRefused
+from envscaler_airflow.run.recovery import fruitless
 from envscaler_airflow.run.rehearsal import (
     FAULTS,
     Bounds,
@@ -383,8 +384,11 @@ class _Drill:
         node = self._node(state) if self.node is None else self.node
         if obstacle := backend.obstacle(live.handle, cast("NodeFault", fault.name), node=node):
             raise CannotError(obstacle)
+        spec = self.run.spec(live.spec_hash)
+        most = spec.failure.max_fruitless_attempts
+        if fault.course == "replaced" and spec.checkpoint is None and fruitless(state) + 1 >= most:
+            raise CannotError(f"the run saves nothing, and {most} lost attempts in a row end it")
         if fault.name == "oom":
-            spec = self.run.spec(live.spec_hash)
             limit, cap = (
                 choose.memory_limit_bytes(spec, live),
                 choose.memory_cap_bytes(spec, backend.offers()),

@@ -38,6 +38,12 @@ def after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     return Action("start", reason=reason, target=target, memory_bytes=memory)
 
 
+def fruitless(state: RunState) -> int:
+    """Return how many attempts in a row, since a clear, ended by themselves without a newer checkpoint."""
+    known = state.attempts_of(state.generation)
+    return _count_fruitless(tuple(one for one in known if one.ended_number > state.cleared_number))
+
+
 def still_fits(last: AttemptState, target: Allocation | None) -> int | None:
     """Return the memory that the last attempt needed, if the target has it; smaller ones are deliberate."""
     memory = last.memory_bytes

@@ -17,6 +17,7 @@ from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor, Handle
 from envscaler_airflow.run.event_bodies import (
+    AttemptEnded,
     AttemptIntended,
     AttemptStarted,
     NewGeneration,
@@ -301,6 +302,25 @@ def test_a_refused_move_is_requested_again_for_a_minute(drilled, run, monkeypatc
     assert asked[0]["target"] == Allocation(SMALL.offer, 2)
     assert asked[0]["from_attempt"] == (1, 1)
     assert asked[0]["because"]["forced"] is True
+
+
+def test_a_run_without_checkpoints_is_not_lost_so_often_that_it_fails(drilled, backend, run):
+    """Two attempts in a row without a checkpoint end this one, and one was lost."""
+    allowed = {"failure": {"max_fruitless_attempts": 2}}
+    run.write(spec_name("s"), json.dumps(SPEC | allowed).encode())
+    drilled._check_node(drill.FAULTS["lose-node"], run.events.load())
+    bodies = [
+        AttemptEnded(generation=1, attempt=1, outcome="lost"),
+        AttemptIntended(generation=1, attempt=2, allocation=SMALL, spec_hash="s"),
+        AttemptStarted(generation=1, attempt=2, handle=Handle("local", "two")),
+    ]
+    for number, body in enumerate(bodies, start=3):
+        run.events.append(number, body, actor=Actor("ti-1"))
+
+    with pytest.raises(BackendError, match="the run saves nothing, and 2 lost attempts in a row end it"):
+        drill._Drill(run, backend, drill.Bounds(), print)._check_node(
+            drill.FAULTS["lose-node"], run.events.load()
+        )
 
 
 def test_a_run_at_its_memory_cap_is_not_driven_out_of_memory(drilled, backend, run):
