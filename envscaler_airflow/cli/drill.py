@@ -155,12 +155,12 @@ def _print_report(
     body: dict[str, Any], results: Sequence[Rehearsal], path: Path | None, *, as_json: bool
 ) -> None:
     """Print what was done so far, and write it to *path*."""
-    if path is not None:
-        path.write_text(f"{json.dumps(body, indent=1)}\n", encoding="utf-8")
     if as_json:
         click.echo(json.dumps(body))
     else:
         print_rehearsals(results)
+    if path is not None:
+        path.write_text(f"{json.dumps(body, indent=1)}\n", encoding="utf-8")
 
 
 def _check(run: Run, state: RunState) -> AttemptState:
@@ -429,8 +429,11 @@ class _Drill:
         if live is None:
             raise CannotError("no attempt of it runs now")
         here = live.allocation
-        body = json.loads(self.run.read(PLAN) or b"{}")
-        targets = [Allocation.from_dict(one) for one in body.get("targets", ())]
+        try:
+            body = json.loads(self.run.read(PLAN) or b"{}")
+            targets = [Allocation.from_dict(one) for one in body.get("targets", ())]
+        except (ValueError, TypeError, AttributeError) as err:
+            raise CannotError(f"{self.run.uri(PLAN)} cannot be read: {err}") from err
         if fault.name == "change-type":
             others = [one for one in targets if one.nodes == here.nodes and one.offer.name != here.offer.name]
             if not others:

@@ -182,6 +182,17 @@ def test_every_fault_that_cannot_be_injected_is_named_before_any_is(call, backen
     assert backend.broken == []
 
 
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"targets": [{}]}', b'{"targets": 3}'])
+def test_a_plan_that_cannot_be_read_has_no_target(call, run, text):
+    """A move needs one, and the message names the file."""
+    run.write(PLAN, text)
+
+    got = call("--yes", faults="grow")
+
+    assert got.exit_code == 2
+    assert f"{PLAN} cannot be read" in got.stderr
+
+
 def test_a_backend_without_the_ability_says_so(call, monkeypatch):
     """Moves work on every backend; breaking nodes is an ability."""
     monkeypatch.setattr(drill, "backend_of", lambda run, state: ScriptedBackend())
