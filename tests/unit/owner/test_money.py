@@ -48,6 +48,23 @@ def test_a_long_attempt_is_drained_before_the_budget_is_spent(world):
     assert world.control().action == "drain"
 
 
+def test_a_clear_starts_no_attempt_that_would_be_drained_at_once(world):
+    """58 of 60 minutes are spent and a drain needs more: the cleared run fails again (A6) (feature G2)."""
+    owner = world.owner(budget_usd=0.05)
+    owner.enter()
+    world.say(checkpoint_s=20.0)
+    world.clock.advance(3541)
+    owner.resume(Wake("status"))
+    world.leave()
+    with pytest.raises(BudgetError):
+        owner.resume(Wake("status"))
+
+    with pytest.raises(BudgetError, match="saving and ending costs up to"):
+        world.owner(budget_usd=0.05, max_tries=5).enter()
+
+    assert len(world.state.attempts) == 1
+
+
 def test_a_cloud_that_bills_whole_minutes_is_drained_by_those(new_world):
     """3,421 s on Lambda are 58 minutes; a check, a save, a drain and one more minute make an hour."""
     world = new_world((replace(cpu_offer(1, usd_per_hour=0.05), cloud="lambda"),))
