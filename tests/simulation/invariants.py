@@ -355,7 +355,7 @@ class Invariants:
         covered = ledger.newest_at_end.get(before.key)
         step = (parse_checkpoint_name(covered or "") or (0, 0))[1]
         is_clean = before.outcome in ("drained", "moved", "stopped")
-        if is_clean and covered is not None and trained[0][-1] < step:
+        if is_clean and covered is not None and covered not in self.store.torn and trained[0][-1] < step:
             fail(
                 "trained-again",
                 f"attempt {number} began at step {trained[0][-1]}, {covered} was complete when attempt "

@@ -200,6 +200,24 @@ def signalled() -> Mapping[str, Any]:
     return scene.play(act)
 
 
+def torn() -> Mapping[str, Any]:
+    """The newest checkpoint of a drained attempt loses bytes in the store."""
+    scene = Scene(steps=600)
+
+    def act() -> Mapping[str, Any]:
+        (first,) = scene.begin(1)
+        scene.world.sleep(2000.0)
+        scene.ask(1, "drain")
+        scene.await_ends(first)
+        newest, before = scene.checkpoints[:2]
+        scene.store.tear(f"{PREFIX}/checkpoints/{newest}")
+        (second,) = scene.begin(2, scene.checkpoints)
+        ends = scene.await_ends(second)
+        return {"ends": ends, "before": before, "restored": [name for *_, name in second.restores]}
+
+    return scene.play(act)
+
+
 def lines(seed: int) -> list[str]:
     """The timeline of a world with faults."""
     scene = Scene(nodes=2, seed=seed)
@@ -222,6 +240,7 @@ def facts() -> Mapping[str, Any]:
         "killed sidecar": [killed_sidecar(point) for point in range(1, 60, 4)],
         "orphaned": orphaned(),
         "signalled": signalled(),
+        "torn": torn(),
         "lines": [lines(7), lines(7), lines(8)],
     }
 

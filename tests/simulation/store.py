@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -71,6 +71,7 @@ class SimStore:
         objects: Every object by name.
         watchers: Called after each change: invariants.
         readers: Called with the client, the name and its content after each successful read.
+        torn: Folders of checkpoints that lost bytes once they were complete.
         skew_s: What the store's clock is ahead of the true time, seconds.
     """
 
@@ -81,6 +82,7 @@ class SimStore:
         self.objects: dict[str, Stored] = {}
         self.watchers: list[Callable[[Effect], None]] = []
         self.readers: list[Callable[[SimClient, str, bytes | None], None]] = []
+        self.torn: set[str] = set()
         self._names: list[str] = []
         self._deleted: list[tuple[float, str, int]] = []
         self._versions = 0
@@ -111,6 +113,15 @@ class SimStore:
         made = self.world.now if found is None else found.made
         self.objects[name] = Stored(data, float(int(self.now())), self._versions, made)
         self._changed(Effect(kind, name, data, who, machine))
+
+    def tear(self, folder: str) -> None:
+        """Damage one file of a complete checkpoint: it is cut short, or another byte is in it."""
+        names = [name for name in self.below(folder) if not is_manifest(name) and "/node-" not in name]
+        if names:
+            found = self.objects[names[0]]
+            last = b"" if self.world.stream("tear").random() < 0.5 else b"?"
+            self.objects[names[0]] = replace(found, data=found.data[:-1] + last)
+            self.torn.add(folder.rpartition("/")[2])
 
     def remove(self, name: str, who: Actor | None, machine: Machine) -> None:
         """Delete *name* if it exists."""

@@ -85,6 +85,14 @@ def test_sigterm_makes_cooperating_code_save_what_it_has(facts):
     assert found["newest"] == f"g1-step-{found['trained']:08}-a1"
 
 
+def test_a_torn_checkpoint_is_refused_for_the_one_before(facts):
+    """Bytes that the store lost are found before the training sees them (G7)."""
+    found = facts["torn"]
+
+    assert found["restored"] == [found["before"]]
+    assert found["ends"] == ["succeeded"]
+
+
 def test_a_seed_gives_the_same_world_each_time(facts):
     """Twice in one process, with crashes, refusals and a full disk; another seed gives another world (G7)."""
     first, again, other = facts["lines"]

@@ -227,6 +227,7 @@ class Training:
         code: Exit code, or minus the signal, once it has ended.
         interrupt: What it raises at its next chance.
         oom_kills: Kills of the kernel for memory.
+        stale_until: True time until which no new numbers are reported, seconds since the epoch.
     """
 
     def __init__(self, node: SimNode) -> None:
@@ -237,6 +238,7 @@ class Training:
         self.code: int | None = None
         self.interrupt: Exception | None = None
         self.oom_kills = 0
+        self.stale_until = 0.0
         self._step = 0
 
     def run(self) -> None:
@@ -337,6 +339,8 @@ class Training:
             self._stall(node.stream.choice((300.0, 1800.0, 86400.0)))
         if world.strikes("train-deaf", node.name):
             self.gang.deaf_until = world.now + node.stream.uniform(100.0, 4000.0)
+        if world.strikes("train-stale", node.name):
+            self.stale_until = world.now + node.stream.uniform(300.0, 4000.0)
         if world.strikes("disk-full", node.name):
             node.full_until = world.now + node.stream.uniform(30.0, 1200.0)
         return None
@@ -419,6 +423,8 @@ class _Cooperating(_Worker):
         session = self.session
         session.steps += count - 1
         session._samples += 8 * (count - 1)
+        is_stale = self.node.world.now < self.training.stale_until
+        session._beat_at = math.inf if is_stale else session._write_at
         session.step(samples=8, loss=self.losses())
         try:
             is_saved = session.checkpoint(self._save)
@@ -487,7 +493,8 @@ class _Knowing(_Worker):
         return self._saved_at + self.training.program.every_s - self.node.world.now
 
     def after(self, count: int, step: int) -> int | None:
-        self.node.print(f"{{'loss': {self.losses()}}} step {step} of {self.training.program.steps}")
+        if self.node.world.now >= self.training.stale_until:
+            self.node.print(f"{{'loss': {self.losses()}}} step {step} of {self.training.program.steps}")
         if self._saves and self.due_s() <= 0:
             try:
                 self._save(step)
