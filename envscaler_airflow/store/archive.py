@@ -37,7 +37,7 @@ from envscaler_airflow.store.gitignore import (
     tracked_names,
 )
 from envscaler_airflow.store.keys import reading
-from envscaler_airflow.store.root import COPY_BYTES, Root
+from envscaler_airflow.store.root import COPY_BYTES, NEVER_SAVED, Root
 
 ALWAYS_LEFT_OUT = frozenset(
     {
@@ -49,6 +49,8 @@ ALWAYS_LEFT_OUT = frozenset(
 MAX_BYTES = 256 << 20
 """Largest archive, unpacked bytes. Chosen: code, not data; data belongs in volumes."""
 MAX_FILES = 50_000
+MAX_NAME = 1024
+"""Longest path in an archive, characters. Source: as a manifest's, ``is_safe_relative_path``."""
 """Largest number of entries in an archive. Chosen: ten times a large monorepo's Python package."""
 _TRIES = 3
 """Attempts to pack a folder while files vanish from it. Chosen: an editor or a log rotation finishes within
@@ -270,7 +272,7 @@ def _below(
         if is_never_shipped or (is_out and not rules.keeps(path, is_folder=is_folder)):
             continue
         name = prefix + entry.name
-        _check_utf8(name)
+        _check_name(name)
         if is_folder:
             yield from _below(path, name + "/", rules, store, is_left_out=is_out)
         elif entry.is_symlink():
@@ -280,13 +282,17 @@ def _below(
             yield _Entry(name, path, seen.st_size, executable=bool(seen.st_mode & stat.S_IXUSR), link=None)
 
 
-def _check_utf8(name: str) -> None:
+def _check_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as err:
         raise SpecError(
             f"workdir: the name {name!r} is not UTF-8; rename it or add it to .gitignore"
         ) from err
+    if len(name) > MAX_NAME:
+        raise SpecError(
+            f"workdir: {name[:80]!r}... has more than {MAX_NAME} characters; add it to .gitignore"
+        )
 
 
 def _link_inside(name: str, path: Path) -> str:
@@ -339,7 +345,7 @@ def unpack(
 def _torn(where: str) -> Iterator[None]:
     try:
         yield
-    except (zstandard.ZstdError, tarfile.TarError, EOFError) as err:
+    except (zstandard.ZstdError, tarfile.TarError, EOFError, ValueError, RecursionError) as err:
         raise CheckpointError(f"{where}: torn archive: {err}") from err
 
 
@@ -374,7 +380,7 @@ def _lay_out(tar: tarfile.TarFile, target: Root, *, max_bytes: int, max_files: i
         if len(seen) >= max_files or total > max_bytes:
             raise CheckpointError(f"{where}: more than {max_files} files or {max_bytes} bytes")
         _check_entry(info, seen, where)
-        seen.add(info.name)
+        seen.add(str(PurePosixPath(info.name)))
         if info.issym():
             links[info.name] = info.linkname
         elif info.isreg():
@@ -383,8 +389,12 @@ def _lay_out(tar: tarfile.TarFile, target: Root, *, max_bytes: int, max_files: i
 
 
 def _check_entry(info: tarfile.TarInfo, seen: set[str], where: str) -> None:
-    if not _is_plain(info.name) or info.name in seen:
-        raise CheckpointError(f"{where}: the entry {info.name!r:.200} leads outside or appears twice")
+    if not _is_plain(info.name) or str(PurePosixPath(info.name)) in seen:
+        raise CheckpointError(
+            f"{where}: the entry {info.name!r:.200} leads outside, is too long or appears twice"
+        )
+    if info.size < 0 or info.issparse():
+        raise CheckpointError(f"{where}: the entry {info.name!r:.200} has holes or a size below 0")
     if info.issym() and not _stays_inside(info.name, info.linkname):
         raise CheckpointError(f"{where}: the link {info.name!r:.200} leads outside")
     if not (info.issym() or info.isreg() or info.isdir()):
@@ -414,12 +424,18 @@ def _check_inside(name: str, target: Root) -> None:
 
 def _is_plain(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name
+    is_inside = not name.startswith("/") and ".." not in parts and "\0" not in name
+    return bool(parts) and len(name) <= MAX_NAME and is_inside
 
 
 def _write_file(tar: tarfile.TarFile, info: tarfile.TarInfo, target: Root) -> None:
     source = tar.extractfile(info)
     assert source is not None
     mode = 0o755 if info.mode & stat.S_IXUSR else 0o644
-    with target.landing(str(PurePosixPath(info.name)), mode=mode) as out:
-        shutil.copyfileobj(source, out, COPY_BYTES)
+    try:
+        with target.landing(str(PurePosixPath(info.name)), mode=mode) as out:
+            shutil.copyfileobj(source, out, COPY_BYTES)
+    except OSError as err:
+        if err.errno not in NEVER_SAVED:
+            raise
+        raise CheckpointError(f"{info.name!r:.200} cannot be laid out: {err.strerror}") from err

@@ -39,12 +39,8 @@ from envscaler_agent.protocol import (
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import MANIFEST, join
-from envscaler_airflow.store.root import Place, Root
+from envscaler_airflow.store.root import NEVER_SAVED, Place, Root
 from envscaler_airflow.store.transfer_progress import Moved
-
-_NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG})
-"""Errors of names that no disk can store (a file and a folder of one name, too long), and of a link."""
-
 
 SMALL_BYTES = 4 << 20
 """Files up to this size are transferred concurrently, larger ones in parts. Chosen: below it, each file's
@@ -444,7 +440,7 @@ def fetch(
             if item.mtime_ns > ahead_ns:
                 root.set_mtime(item.path, item.mtime_ns - ahead_ns)
         except (ProtocolError, OSError) as err:
-            if isinstance(err, OSError) and err.errno not in _NEVER_SAVED:
+            if isinstance(err, OSError) and err.errno not in NEVER_SAVED:
                 raise
             raise CheckpointError(f"{store.uri(prefix)}: {item.path} cannot be laid out: {err}") from err
 

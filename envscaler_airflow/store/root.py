@@ -31,6 +31,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """Errors with which systems refuse to open a link: ELOOP, with O_DIRECTORY ENOTDIR; on FreeBSD EMLINK."""
+NEVER_SAVED = frozenset({errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG})
+"""Errors of names that no disk can store (a file and a folder of one name, too long), and of a link."""
 COPY_BYTES = 1 << 20
 """Bytes copied at a time. Chosen: few calls, little memory."""
 MOST_NAMES = 300_000

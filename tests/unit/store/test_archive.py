@@ -289,3 +289,65 @@ def test_a_file_that_vanishes_meanwhile_fails_no_retry_of_a_running_stage(tmp_pa
 
     assert packed.files == 1
     assert [path.name for path in tmp_path.glob("*.tar.zst")] == [packed.path.name]
+
+
+def raw_header(name, kind, size=0, link=""):
+    """A tar header of any type and size."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.linkname = kind, size, link
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def pax(**fields):
+    """Headers of a file ``x`` with these PAX records."""
+    body = b""
+    for key, value in fields.items():
+        record = f" {key.replace('__', '.')}={value}\n".encode()
+        length = len(record) + len(str(len(record) + len(str(len(record)))))
+        body += str(length).encode() + record
+    return (
+        raw_header("p", tarfile.XHDTYPE, len(body))
+        + body
+        + bytes(-len(body) % 512)
+        + raw_header("x", tarfile.REGTYPE)
+    )
+
+
+LONG = raw_header("p", tarfile.GNUTYPE_LONGNAME, 5) + b"abcd".ljust(512, b"\0")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        LONG * 3000 + raw_header("x", tarfile.REGTYPE),
+        pax(GNU__sparse__map="0,1,x", GNU__sparse__size="5"),
+        pax(GNU__sparse__major="1", GNU__sparse__minor="0", GNU__sparse__name="../evil"),
+        pax(path="a" * 5000),
+        pax(path="/".join("a" * 2000)),
+        pax(path="a" * 300),
+        raw_header("a", tarfile.REGTYPE) + raw_header("a/b", tarfile.REGTYPE),
+        raw_header("a/b", tarfile.REGTYPE) + raw_header("a", tarfile.REGTYPE),
+        raw_header("a", tarfile.REGTYPE) + raw_header("./a", tarfile.REGTYPE),
+        raw_header("s", tarfile.GNUTYPE_SPARSE),
+    ],
+    ids=["recursion", "sparse map", "sparse name", "long", "deep", "part", "below a file", "over a folder",
+         "twice", "sparse"],
+)  # fmt: skip
+def test_any_archive_is_unpacked_or_refused(tmp_path, raw):
+    """Both tarfile and the disk raise many errors; the caller sees one (B1)."""
+    raw += bytes(1024)
+    (tmp_path / "t").mkdir()
+    packed = io.BytesIO(zstandard.compress(raw))
+    file = tmp_path / "made.tar.zst"
+    file.write_bytes(packed.getvalue())
+
+    with pytest.raises(CheckpointError):
+        unpack(file, tmp_path / "t", sha256=hashlib.sha256(raw).hexdigest())
+
+
+def test_a_path_that_no_archive_can_have_is_named(tmp_path):
+    """A path has at most 1,024 characters (B1)."""
+    make(tmp_path / "work", {"/".join(["a" * 200] * 6) + "/x": "x"})
+
+    with pytest.raises(SpecError, match="more than 1024 characters"):
+        pack_workdir(tmp_path / "work", scratch=tmp_path)
