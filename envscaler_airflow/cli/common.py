@@ -24,6 +24,9 @@ from envscaler_airflow.store.run import Run, run_prefixes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+SPEC_ENDINGS = (".yaml", ".yml")
+"""How a file's name ends that is given where no file is taken: it is meant as the spec."""
+
 
 class Amount(click.FloatRange):
     """A finite number in a range; click itself accepts NaN in every range."""
@@ -211,6 +214,11 @@ class Group(click.Group):
         """Run the command."""
         try:
             return super().invoke(ctx)
+        except click.UsageError as err:
+            where = [] if err.ctx is None else [item.opts for item in err.ctx.command.params]
+            if ["-f", "--file"] in where and err.message.rstrip(")").endswith(SPEC_ENDINGS):
+                err.message += "; a spec is -f FILE"
+            raise
         except EnvScalerError as err:
             click.echo(f"Error: {err}", err=True)
             ctx.exit(2)

@@ -25,7 +25,9 @@ from envscaler_airflow.cli.follow import OutputReader, StageFollower, Voice, mar
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.errors import (
     BackendError,
+    BudgetError,
     EnvScalerError,
+    NoOfferError,
     ProtocolError,
     RunFailedError,
     SpecError,
@@ -215,15 +217,18 @@ def shown_status(state: RunState, presence: Presence) -> str:
 
 
 FAILED = 1
-"""Exit code of a stage that failed though its training ended with none: an output is missing, say."""
+"""Exit code of a stage that failed though its training did not: an output is missing, the budget is spent."""
 FAULT = 2
 """Exit code of an error of ours, as click's."""
+_LIMITS = ("budget", "timeout")
+"""Why the owner ends a training that ran well: no error of ours, and no exit code of the training's own."""
 GRACE_S = 60.0
 """What a machine is given to save and stop where the store cannot be written. Chosen: a small checkpoint."""
 
 _NO_ROOM = re.compile(r"attempt \d+ not-started(?:: (?P<why>.*))?")
 _ON = re.compile(r"(?P<where>attempt \d+ on (?P<name>.+?) \([^()]*\)): (?P<after>after: not-started\b)?")
 """Lines about an attempt that was not started, and about the offer of the next one."""
+_LAST = ("the stage failed: ", "the run stopped: ")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -301,6 +306,7 @@ class Foreground:
     _no_room: str = field(init=False, default="")
     _tried: str = field(init=False, default="")
     _messages: dict[int, str] = field(init=False, default_factory=dict)
+    _message: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         """Prepare; nothing is read or written."""
@@ -423,7 +429,8 @@ class Foreground:
         for node, status in watch.statuses.items():
             kind = _NUMBER.sub("#", status.message)
             if status.message and kind != self._messages.get(node):
-                self.voice.say(f"node {node}: {printable(status.message)}")
+                self._message = printable(status.message)
+                self.voice.say(f"node {node}: {self._message}")
             self._messages[node] = kind
 
     def _on_trouble(self, err: Exception) -> None:
@@ -436,7 +443,12 @@ class Foreground:
                 self.voice.say(told)
 
     def _shortened(self, line: str) -> str:
-        """*line*; for attempts without capacity the reason, once, and the next offer if it changes."""
+        """*line* without what a node said last; for attempts without capacity the reason, once.
+
+        Empty for the end of a run that failed or stopped: the command's last line names it.
+        """
+        if line.startswith(_LAST):
+            return ""
         if (missed := _NO_ROOM.fullmatch(line)) is not None:
             why, before = missed["why"] or "the backend does not say why", self._no_room
             self._no_room = why
@@ -448,6 +460,8 @@ class Foreground:
             self._tried = name
             if begun["after"]:
                 return "" if name == before else begun["where"]
+        if self._message:
+            line = line.removesuffix(f": {self._message}")
         return line.partition("; output ")[0]  # outputs are the last lines anyway
 
     def _look_once_more(self) -> None:
@@ -468,13 +482,17 @@ def own_and_tell(owner: Foreground, *, as_json: bool) -> None:
     """Own the run, print its outputs and its cost; the command ends with the code of how it ended."""
     try:
         result = owner.own()
-    except (RunFailedError, StoppedError) as err:
+    except (RunFailedError, StoppedError, BudgetError, NoOfferError, SpecError) as err:
         state = owner.run.events.load()
+        is_full = isinstance(err, SpecError | NoOfferError)
+        if is_full and state.status != "failed":  # refused before it changed the run
+            raise
         code = exit_code(state)
         if as_json:
             click.echo(json.dumps(_answer(owner.run, state, {}, code)))
-        click.echo(f"Error: {str(err).splitlines()[0]}", err=True)  # the last lines of output are above
-        if not as_json:
+        # The last lines of the training's output are above.
+        click.echo(f"Error: {err if is_full else str(err).splitlines()[0]}", err=True)
+        if not as_json and state.current is not None:
             print_report(run_report(state, now=owner.run.now()))
         click.get_current_context().exit(code)
     if as_json:
@@ -491,8 +509,10 @@ def exit_code(state: RunState) -> int:
     if state.status == "stopped":
         return EXIT_STOPPED
     last = state.current
-    if last is None or outcome_of(state.failure).is_final:
+    if last is None:
         return FAULT
+    if outcome_of(state.failure).is_final:
+        return FAILED if state.failure in _LIMITS else FAULT
     code, number = last.end.exit_code or 0, last.end.signal or 0
     if number > 0:
         return 128 + number

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from envscaler_airflow.backends import BackendType, all_backends
-from envscaler_airflow.cli.common import default_store_url, output_option
+from envscaler_airflow.cli.common import SPEC_ENDINGS, default_store_url, output_option
 from envscaler_airflow.envspec import EnvSpec, Loaded, load_with_sources, parse_reference, spec_hash
 from envscaler_airflow.envspec.schema import reference_text, schema_text
 from envscaler_airflow.errors import SpecError
@@ -80,6 +80,8 @@ def spec_options(command: _F) -> _F:
     def with_spec(
         *args: Any, path: str, settings: tuple[str, ...], given: tuple[str, ...], **kwargs: Any
     ) -> Any:
+        if (words := kwargs.get("command")) and words[0].lower().endswith(SPEC_ENDINGS):
+            raise click.UsageError(f"{words[0]!r} would be the command of the stage; a spec is -f {words[0]}")
         source = SpecSource(path, pairs(settings, "--set"), pairs(given, "--input") or None)
         return command(*args, source=source, **kwargs)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from envscaler_airflow.backends.base import Backend, Leftover, ListsLeftovers
-from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.owner.foreground import close
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.run import Handle, RunState
@@ -58,7 +58,7 @@ def reap(
 
     It is left alone for its first 15 minutes, if it belongs to another store, and if its run cannot be
     identified. If the task of a live attempt is over, the attempt is asked to save and stop, as by a kill; a
-    later call removes it.
+    later call removes it. One that cannot be judged or ended is logged, and the others are still removed.
 
     Args:
         store: Run store.
@@ -69,17 +69,25 @@ def reap(
 
     Raises:
         SpecError: The backend cannot list what runs on it.
-        StoreError: The store cannot be read.
-        BackendError: The backend does not answer, or does not report the time.
+        StoreError, BackendError: The backend cannot list what runs there or does not report the time; or
+            some were left alone, after all others: the first error.
     """
     if not isinstance(backend, ListsLeftovers):
         raise SpecError(f"compute={backend.name!r}: it cannot list what runs there, so nothing can be reaped")
+    faults = []
     for part in backend.leftovers(store.url):
-        orphan = _judged(store, part, task_is_over) if part.age_s >= YOUNG_S else None
-        if orphan is not None and not dry_run:
-            _end(Run(store, orphan.prefix), backend, orphan, grace_s)
+        try:
+            orphan = _judged(store, part, task_is_over) if part.age_s >= YOUNG_S else None
+            if orphan is not None and not dry_run:
+                _end(Run(store, orphan.prefix), backend, orphan, grace_s)
+        except (BackendError, ProtocolError) as err:
+            log.warning("attempt=%s left alone: %s", part.handle.name, err)
+            faults.append(err)
+            continue
         if orphan is not None:
             yield orphan
+    if faults:
+        raise faults[0]
 
 
 def _judged(store: Store, part: Leftover, task_is_over: Callable[[RunKey], str | None]) -> Orphan | None:

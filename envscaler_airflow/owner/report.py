@@ -215,6 +215,8 @@ def outcome_text(attempt: AttemptState) -> str:
     """``moved``, ``lost``, ``succeeded``, ...; ``""`` while it is live."""
     if attempt.outcome == "drained" and attempt.stop_reason == "move":
         return "moved"
+    if attempt.outcome == "deadline-exceeded" and attempt.stop_reason == "budget":
+        return "budget"  # the machine's own deadline is computed from the money left
     return attempt.outcome
 
 

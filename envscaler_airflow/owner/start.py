@@ -22,6 +22,7 @@ from envscaler_airflow.owner import choose, facts, freeze, in_place_change, limi
 from envscaler_airflow.owner.observe import START_S
 from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.planning import Allocation, Offer
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.run import Action, AttemptState, Handle, RunState
 from envscaler_airflow.run.event_bodies import AttemptEnded, AttemptIntended, AttemptStarted, Failed
 from envscaler_airflow.scaling import StartFacts, all_policies, policy_of
@@ -49,6 +50,7 @@ def intend(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     try:
         allocation = _allocation(owned, state, action)
         _check_claims(owned, allocation)
+        _check_money(owned, state, allocation)
     except (SpecError, NoOfferError, BudgetError) as err:
         owned.append(state, _failed(state, err))
         raise
@@ -84,6 +86,25 @@ def _check_claims(owned: OwnedRun, allocation: Allocation) -> None:
             f"store {owned.run.store.url}: two writers can both create one name there, so a stage on "
             f"{what} is not safe; use s3://, gs://, abfs:// or a shared folder, or one node on another "
             "backend"
+        )
+
+
+def _check_money(owned: OwnedRun, state: RunState, allocation: Allocation) -> None:
+    """Refuse a start that the first check of the budget would end at once.
+
+    Raises:
+        BudgetError: What is left of the budget does not pay for a start, a save and an end.
+    """
+    budget, spent = owned.stage.budget_usd, owned.spent_usd(state)
+    if budget is None or spent is None:
+        return
+    known = limits.measured_s(state)
+    least = limits.reserve_usd(allocation, check_s=limits.BUDGET_EVERY_S, checkpoint_s=known)
+    if least is not None and spent + least >= budget:
+        left = usd_text(max(0.0, budget - spent))
+        raise BudgetError(
+            f"the budget: {left} of {usd_text(budget)} are left; on {allocation.name} starting, saving and "
+            f"ending alone may cost {usd_text(least)}; write a budget of more than {usd_text(spent + least)}"
         )
 
 

@@ -1,7 +1,8 @@
-"""The Jobs of an attempt: one, or one for each offer of a mixed allocation. Pure."""
+"""The Jobs of an attempt: one, or one for each offer of a mixed allocation."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +14,8 @@ from envscaler_airflow.backends.kubernetes.client import Answer
 from envscaler_airflow.backends.kubernetes.job_snapshot import job_end, stop_asked, timestamp
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.run import Handle
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -146,7 +149,8 @@ def is_released(job: Json) -> bool:
 def leftovers_of(answer: Answer, store_url: str) -> Iterator[Leftover]:
     """Each Job of *answer* that is of a run of that store, and not released.
 
-    Jobs of other stores are skipped: their runs cannot be read here.
+    Jobs of other stores are skipped: their runs cannot be read here. So is a Job whose labels were changed
+    by hand, with a line in the log: the others are still found.
 
     Raises:
         BackendError: The API server does not report the time.
@@ -154,16 +158,25 @@ def leftovers_of(answer: Answer, store_url: str) -> Iterator[Leftover]:
     if answer.server_time is None:
         raise BackendError("the API server does not tell the time: ages cannot be known")
     for job in answer.body["items"]:
-        metadata = job["metadata"]
-        annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
-        born = timestamp(metadata["creationTimestamp"])
-        if annotations.get(names.STORE) != store_url or is_released(job) or born is None:
+        annotations = job["metadata"].get("annotations") or {}
+        if annotations.get(names.STORE) != store_url or is_released(job):
             continue
-        yield Leftover(
-            handle_of([job]),
-            prefix=str(annotations.get(names.PREFIX)),
-            generation=int(labels[names.GENERATION]),
-            attempt=int(labels[names.ATTEMPT]),
-            age_s=answer.server_time - born,
-            runs=job_end(job) is None,
-        )
+        try:
+            yield _leftover(job, now=answer.server_time)
+        except (KeyError, ValueError) as err:
+            log.warning("job=%s left alone, its labels were changed: %r", job["metadata"]["name"], err)
+
+
+def _leftover(job: Json, *, now: float) -> Leftover:
+    metadata = job["metadata"]
+    labels, born = metadata.get("labels") or {}, timestamp(metadata["creationTimestamp"])
+    if born is None:
+        raise ValueError("it has no creationTimestamp")
+    return Leftover(
+        handle_of([job]),
+        prefix=metadata["annotations"][names.PREFIX],
+        generation=int(labels[names.GENERATION]),
+        attempt=int(labels[names.ATTEMPT]),
+        age_s=now - born,
+        runs=job_end(job) is None,
+    )

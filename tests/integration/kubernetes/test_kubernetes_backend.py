@@ -479,6 +479,20 @@ def test_leftovers_are_the_jobs_of_this_store_with_their_age(cluster, connect, m
     assert 3600 <= found.age_s < 3700
 
 
+def test_a_job_whose_labels_were_changed_hides_no_other_from_reap(cluster, connect, caplog):
+    """It is named in the log, and left alone (A8)."""
+    backend = connect()
+    bad, good = backend.submit(request_for()), backend.submit(request_for(attempt=2))
+    for value in ("two", None):
+        labels = {"metadata": {"labels": {names.ATTEMPT: value}}}
+        cluster.api.patch(JOBS, "default", bad.name, "application/merge-patch+json", labels)
+
+        found = list(backend.leftovers("file:///store"))
+
+        assert [one.handle.name for one in found] == [good.name]
+    assert caplog.text.count(f"job={bad.name} left alone") == 2
+
+
 def test_what_has_another_uid_by_now_is_left_alone(cluster, connect, monkeypatch):
     """A Job that was recreated between read and write: the API server answers 422.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from envscaler_agent.protocol import Progress, Status, Transfer
 from envscaler_airflow.cli.follow import Voice, progress_line
 from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, own_and_tell, signals
-from envscaler_airflow.errors import NoOfferError, RunFailedError, StoreError
+from envscaler_airflow.errors import BudgetError, NoOfferError, RunFailedError, StoreError
 from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Stage, Waiting, Watching
 from envscaler_airflow.planning.offers import Allocation, Offer
@@ -79,7 +80,7 @@ def ended(**body):
     ("state", "code"),
     [
         (ended(exit_code=3), 3), (ended(exit_code=127), 127), (ended(signal=9), 137), (ended(signal=15), 143),
-        (ended(exit_code=0), 1), (ended(), 1), (replace(ended(exit_code=85), failure="budget"), 2),
+        (ended(exit_code=0), 1), (ended(), 1), (replace(ended(exit_code=85), failure="budget"), 1),
         (replace(ended(signal=9), failure="image"), 2), (replace(ended(exit_code=85), failure="refused"), 2),
         (RunState(status="failed", generation=1, failure="start"), 2),
         (replace(ended(exit_code=87), status="stopped"), 87),
@@ -206,6 +207,49 @@ def test_what_a_node_says_of_itself_is_said_once(owner, store):
         owner._on_poll(watch)
 
     assert owner.voice.lines == ["node 0: outputs: No space left; retrying in 2 s", "node 0: lost"]
+
+
+def test_the_reason_of_an_end_is_said_once_before_the_last_line(owner, store):
+    """The node says it, the attempt leaves it out, and the run's end is the command's last line (F6)."""
+    log = Run(store, KEY).events
+    log.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"), actor=Actor("me"))
+    watch = AttemptWatcher(run=Run(store, KEY), backend=ScriptedBackend(), watching=Watching(1, 1))
+    watch.statuses[0] = Status(generation=1, attempt=1, message="ValueError: bad column")
+    owner._on_poll(watch)
+    intended = {"generation": 1, "attempt": 1, "allocation": CPU.to_dict(), "reason": "r"}
+    log.append(1, read_body("attempt-intended", intended), actor=Actor("me"))
+    end = {"generation": 1, "attempt": 1, "outcome": "failed", "detail": "ValueError: bad column"}
+    log.append(2, read_body("attempt-ended", end), actor=Actor("me"))
+    reason = {"generation": 1, "reason": "failed twice: ValueError: bad column", "failure": "failed"}
+    log.append(3, read_body("failed", reason), actor=Actor("me"))
+    owner._look_once_more()
+
+    assert [line for line in owner.voice.lines if "bad column" in line] == ["node 0: ValueError: bad column"]
+    assert owner.voice.lines[-1] == "attempt 1 failed"
+
+
+@pytest.mark.parametrize(
+    ("err", "failure", "code"),
+    [(BudgetError("the budget is spent"), "budget", 2), (NoOfferError("nothing\nfits"), "no-offer", 2)],
+)
+def test_a_run_that_a_limit_ends_answers_like_every_other(owner, store, monkeypatch, err, failure, code):
+    """One JSON object on standard output for each of them (F6)."""
+    log = Run(store, KEY).events
+    log.append(0, NewGeneration(generation=1, reason="r", spec_hash="0"), actor=Actor("me"))
+    failed = {"generation": 1, "reason": str(err), "failure": failure}
+    log.append(1, read_body("failed", failed), actor=Actor("me"))
+
+    def own(_self):
+        raise err
+
+    monkeypatch.setattr(Foreground, "own", own)
+    shell = click.command()(lambda: own_and_tell(owner, as_json=True))
+
+    got = CliRunner().invoke(shell)
+
+    assert json.loads(got.stdout)["status"] == "failed"
+    assert got.stderr == f"Error: {err}\n"
+    assert got.exit_code == code
 
 
 def test_an_error_of_the_store_is_said(owner):

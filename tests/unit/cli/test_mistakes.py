@@ -46,6 +46,8 @@ def shell(tmp_path, monkeypatch):
         ("plan --offers o.csv", "o.csv: cannot be read (No such file or directory); write the path of"),
         ("run --locked l.json", "--locked l.json: no such file; `envscaler build --lock l.json` writes it"),
         ("run --target kubernetes", "run is for this machine; write `envscaler submit --backend kubernetes`"),
+        ("run t.yaml", "'t.yaml' would be the command of the stage; a spec is -f t.yaml"),
+        ("plan train.yml", "extra argument (train.yml); a spec is -f FILE"),
         ("kubernetes rbac --namespace Bad_NS", "--namespace: Kubernetes refuses the name 'Bad_NS'; write"),
         ("status --store http://h/x", "nothing can be written over http; write file:///path, s3://bucket/path"),
         ("status --store sftp://h/x", 'requires "paramiko" to be installed; install what it names'),

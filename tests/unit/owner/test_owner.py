@@ -223,6 +223,16 @@ def test_spent_money_checkpoints_and_fails(world):
         owner.resume(Wake("status"))
 
 
+def test_a_budget_that_pays_for_no_start_starts_nothing(world):
+    """70 s at $0.05/h are $0.00097: the first check would end the attempt at once (B5)."""
+    with pytest.raises(BudgetError, match=r"\$0.00097.*; write a budget of more than \$0.00097"):
+        world.owner(budget_usd=0.0009).enter()
+
+    assert (world.state.status, world.state.failure) == ("failed", "budget")
+    assert world.state.attempts == ()
+    assert isinstance(world.owner(max_tries=4, budget_usd=0.001).enter(), Waiting)
+
+
 def test_a_cancel_checkpoints_and_stops_the_run(world):
     """`envscaler cancel`: save and stop; the task ends without a retry."""
     owner = world.owner()
