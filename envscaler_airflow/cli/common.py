@@ -217,7 +217,7 @@ class Group(click.Group):
         except click.UsageError as err:
             where = [] if err.ctx is None else [item.opts for item in err.ctx.command.params]
             if ["-f", "--file"] in where and err.message.rstrip(")").endswith(SPEC_ENDINGS):
-                err.message += "; a spec is -f FILE"
+                raise click.UsageError(f"{err.message}; a spec is -f FILE", err.ctx) from err
             raise
         except EnvScalerError as err:
             click.echo(f"Error: {err}", err=True)
