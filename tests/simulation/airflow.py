@@ -130,6 +130,7 @@ class SimAirflow:
         tis: Task instances by task id; empty while the DAG run is deleted.
         kept: Its task state store; deleted with it.
         facts: What happened.
+        clears: How often its task had been cleared, by id of the task instance; a new DAG run counts as one.
         params: DAG params of the next execution.
         pulled: XCom of the last success of each task.
     """
@@ -149,6 +150,7 @@ class SimAirflow:
         self.tis: dict[str, TaskInstance] = {}
         self.kept: dict[str, str] = {}
         self.facts: list[Fact] = []
+        self.clears: dict[str, int] = {}
         self.params: dict[str, Any] = {}
         self.pulled: dict[str, dict[str, Any]] = {}
         self.away_until = self.changed_at = 0.0
@@ -174,6 +176,10 @@ class SimAirflow:
         """True while a task instance of this id exists: a retry or a clear gives the task another one."""
         return any(ti.id == ti_id for ti in self.tis.values())
 
+    def was_cleared(self, before: str, after: str) -> bool:
+        """True if a person cleared the task, or made its DAG run again, between two ids of it."""
+        return self.clears[before] != self.clears[after]
+
     def fact(self, kind: str, ti: TaskInstance, detail: str = "") -> None:
         """Note what happened to a task instance."""
         self.facts.append(Fact(self.world.now, kind, ti.task_id, ti.id, ti.try_number, ti.max_tries, detail))
@@ -189,13 +195,19 @@ class SimAirflow:
     def create(self) -> None:
         """Create the DAG run's task instances."""
         for task_id in (STAGE, SENSOR) if self.setup.has_sensor else (STAGE,):
-            ti = TaskInstance(task_id, self.uuid7(), self.setup.retries)
+            ti = TaskInstance(task_id, "", self.setup.retries)
             self.tis[task_id] = ti
+            self.name(ti, is_cleared=True)
             self.fact("created", ti)
             self.later(ti, self._queue)
 
-    def uuid7(self) -> str:
-        """A new id, by the scheduler's clock."""
+    def name(self, ti: TaskInstance, *, is_cleared: bool = False) -> None:
+        """Give a task instance a new id, by the scheduler's clock."""
+        before = self.clears.get(ti.id, max(self.clears.values(), default=0))
+        ti.id = self._uuid7()
+        self.clears[ti.id] = before + is_cleared
+
+    def _uuid7(self) -> str:
         ms = int((self.world.now + self.machine.skew_s) * 1000)
         bits = self.random.getrandbits(74)
         number = ms << 80 | 7 << 76 | (bits >> 62) << 64 | 2 << 62 | bits & (1 << 62) - 1
@@ -250,7 +262,7 @@ class SimAirflow:
             self.set_state(ti, "failed")
             return
         if ti.state == "running":  # of one that was cleared, or never ran, Airflow keeps the id
-            ti.id = self.uuid7()
+            self.name(ti)
         self.set_state(ti, "up_for_retry")
         self.fact("retry", ti)
         self.later(ti, self._queue, after_s=RETRY_S + self.random.uniform(*LOOP_S))
@@ -271,7 +283,7 @@ class SimAirflow:
         """Clear a task."""
         worker = ti.worker
         was_running = ti.state == "running"
-        ti.id = self.uuid7()
+        self.name(ti, is_cleared=not was_running)
         if was_running:
             self.set_state(ti, "restarting")
             self.fact("cleared", ti, "while it runs: max_tries stays")
@@ -310,7 +322,7 @@ class SimAirflow:
         for ti in self.tis.values():
             if ti.state == "queued" or (ti.state == "running" and self.random.random() < 0.5):
                 self.workers.kill(ti.worker if ti.state == "running" else None)
-                ti.id = self.uuid7()
+                self.name(ti)
                 ti.next_method = ti.next_kwargs = None
                 self.set_state(ti, None)
                 self.fact("reset", ti, "orphaned by a scheduler that restarted")

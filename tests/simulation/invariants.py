@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -75,7 +75,13 @@ class Ledger:
 
 
 class Invariants:
-    """Watches a world; raises :class:`Violation` in the actor whose effect breaks one."""
+    """Watches a world; raises :class:`Violation` in the actor whose effect breaks one.
+
+    Attributes:
+        was_cleared: Under Airflow: whether a person cleared the task between two ids of it.
+    """
+
+    was_cleared: Callable[[str, str], bool] | None = None
 
     def __init__(self, world: World, store: SimStore, cloud: SimCloud, *, reap_every_s: float) -> None:
         """Watch from now on; orphans are reaped every *reap_every_s* seconds."""
@@ -157,6 +163,20 @@ class Invariants:
             fail("one-owner", f"event {event.number} {event.type} is of {event.actor}, not of the owner")
         if isinstance(body, bodies.Succeeded):
             self._check_success(ledger, body)
+        if isinstance(body, bodies.NewGeneration | bodies.NewOwner):
+            self._check_clear(state, event)
+
+    def _check_clear(self, state: RunState, event: Event) -> None:
+        """What is taken for a clear is one, and the reverse: an automatic retry takes nothing up again."""
+        if self.was_cleared is None or state.owner is None or event.actor is None:
+            return
+        is_true = self.was_cleared(state.owner.ti_id, event.actor.ti_id)
+        is_taken = fold([event], state).cleared_number == event.number
+        if is_taken != is_true:
+            words = "a retry is taken for a clear" if is_taken else "a clear is taken for a retry"
+            fail(
+                "clears", f"event {event.number} {event.type} of {event.actor}, after {state.owner}: {words}"
+            )
 
     def _check_intent(self, ledger: Ledger, event: Event, body: bodies.AttemptIntended) -> None:
         if ledger.state.live is not None:

@@ -283,6 +283,7 @@ def _run(world: World, scenario: Scenario) -> None:
     )
     invariants = Invariants(world, store, cloud, reap_every_s=REAP_EVERY_S)
     with _owner(world, store, cloud, scenario) as owner:
+        invariants.was_cleared = getattr(owner, "was_cleared", None)
         owner.begin()
         world.run(until=EPOCH + FAULTS_S, is_over=lambda: owner.is_over)
         end_faults(world, store, cloud)
