@@ -169,8 +169,10 @@ class Gang:
 
     def meet(self, rank: Training, value: Any) -> Any:
         """Wait for all ranks; returns the value of the lowest one."""
-        number = self._number
-        self._arrived[rank.node.index] = value
+        number, index = self._number, rank.node.index
+        if self.members.get(index) is not rank:
+            raise PeerGoneError  # another machine has taken its place
+        self._arrived[index] = value
         if self._is_whole and self._arrived.keys() == self.members.keys():
             self._results = {number: self._arrived[min(self._arrived)]}
             self._arrived, self._number, self._has_begun = {}, number + 1, True
@@ -179,6 +181,8 @@ class Gang:
         until = rank.node.world.now + (COLLECTIVE_S if self._has_begun else JOIN_S)
         while self._number == number:
             rank.doze(until - rank.node.world.now)
+            if self.members.get(index) is not rank:
+                raise PeerGoneError
             if self._number == number and rank.node.world.now >= until:
                 raise PeerGoneError(PEER_GONE if self._has_begun else NEVER_CAME)
         return self._results[number]
