@@ -152,7 +152,8 @@ def _while_live(state: RunState, live: AttemptState, facts: Facts) -> Action:
             )
         if facts.is_overdue:
             return Action("kill", reason="it did not go within its time")
-        if outcome_of(live.stop_reason).never_starts and not _is_at_work(facts):
+        is_idle = outcome_of(live.stop_reason).never_starts and not _is_at_work(facts)
+        if is_idle or _is_on_its_way(facts):
             return Action("kill", reason="nothing of it trains")
         return Action("wait", reason=f"waits for the attempt to go ({live.stop_reason})")
     if (node := _pending(facts, "fail")) is not None:
@@ -197,6 +198,12 @@ def _is_at_work(facts: Facts) -> bool:
     nodes = facts.observed.nodes if facts.observed else ()
     at_work = (one.status for one in nodes if one.state in ("running", "unknown"))
     return any(said is not None and said.phase not in ("setup", "restoring", "ended") for said in at_work)
+
+
+def _is_on_its_way(facts: Facts) -> bool:
+    """Return True if nodes are still to come and none runs: there is nothing to save."""
+    states = {one.state for one in facts.observed.nodes} if facts.observed else set()
+    return bool(states & {"pending", "starting"}) and not states & {"running", "unknown"}
 
 
 def _has_trained(facts: Facts) -> bool:

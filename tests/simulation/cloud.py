@@ -256,6 +256,7 @@ class SimCloud:
             return
         node.phase = "starting"
         node.began_at = world.now
+        self._plan_deadline(node)
         start_s = START_S[0] * (START_S[1] / START_S[0]) ** random.random()
         world.sleep(start_s * (10.0 if world.strikes("slow-start", node.name) else 1.0))
         if node.is_over:
@@ -266,23 +267,26 @@ class SimCloud:
         )
         world.note(f"{node.name} runs on {node.machine.name}", who="cloud")
         node.life.begin()
-        self._plan_deadline(node)
         self._plan_fate(node)
 
     def _is_dry(self, offer: Offer) -> bool:
         return self.world.now < self.dry_until.get(offer.name, 0.0)
 
     def _plan_deadline(self, node: Node) -> None:
+        """Let it end itself once it and its predecessors have been billed for the attempt's deadline."""
         deadline_s = node.attempt.request.deadline_s
-        if deadline_s is not None and node.began_at is not None and deadline_s < 7 * 86400.0:
-            after_s = max(0.0, deadline_s - (self.world.now - node.began_at))
-            self._later(after_s, lambda: self._expire(node), f"deadline of {node.name}")
+        if deadline_s is not None and deadline_s < 7 * 86400.0:
+            held_s = sum(one.held_s(self.world.now) for one in node.attempt.nodes[node.node])
+            self._later(max(0.0, deadline_s - held_s), lambda: self._expire(node), f"deadline of {node.name}")
 
     def _expire(self, node: Node) -> None:
-        if node.is_over or node.life is None:
+        if node.is_over:
+            return
+        self.world.note(f"{node.name} reached its own deadline", who="cloud")
+        if node.life is None:
+            self._over(node, "ended", NodeEnd(None, None, "deadline-exceeded", "before it ran"))
             return
         grace_s = node.attempt.request.grace_s
-        self.world.note(f"{node.name} reached its own deadline", who="cloud")
         node.life.signal(grace_s)
         end = NodeEnd(None, 9, "deadline-exceeded", "the machine's own deadline")
         self._later(grace_s, lambda: self._kill(node, end), f"end of {node.name}")

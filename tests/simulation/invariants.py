@@ -146,6 +146,7 @@ class Invariants:
         self._check_event(ledger, event)
         writer = self.world.current.kind if self.world.current else "world"
         self.world.counts[pair_of(event, ledger.state, writer)] += 1
+        self.world.note(f"event {event.number} {event.type}{_brief(event)}")
         ledger.state = fold([event], ledger.state)
         self._note_event(ledger, event)
 
@@ -480,8 +481,17 @@ class Invariants:
         # A machine that nobody can reach costs on after it was declared lost: its own deadline ends it.
         spent = self._true_usd(nodes, until=ledger.ended)
         least = max((_minimum_usd(attempt) for attempt in attempts), default=0.0)
+        for node in nodes:
+            self.world.note(f"{node.name} cost ${self._true_usd([node]):.4f}", who="bill")
         if spent > budget + max(0.02 * budget, least):
             fail("budget", f"${spent:.4f} were spent of ${budget:.4f}")
+
+
+def _brief(event: Event) -> str:
+    """What an event says, for the timeline."""
+    names = ("generation", "attempt", "outcome", "usd", "stop_reason", "request", "reason", "detail")
+    found = ((name, getattr(event.body, name, None)) for name in names)
+    return "".join(f" {name}={value!s:.90}" for name, value in found if value not in (None, ""))
 
 
 def _minimum_usd(attempt: AttemptState) -> float:

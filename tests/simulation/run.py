@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -19,7 +20,7 @@ from envscaler_airflow.planning.offers import Offer
 from tests.simulation import patches
 from tests.simulation.cloud import SimCloud
 from tests.simulation.invariants import Invariants
-from tests.simulation.kernel import EPOCH, Violation, World
+from tests.simulation.kernel import EPOCH, Line, Violation, World
 from tests.simulation.node import Disk, SimNode
 from tests.simulation.shell import REAP_EVERY_S, Shell, Wishes, reap_always
 from tests.simulation.store import SimStore
@@ -253,6 +254,9 @@ def simulate(seed: int, *, muted: frozenset[str] = frozenset(), scenario: Scenar
             _run(world, drawn)
         except Violation as err:
             violation = str(err)
+        except Exception as err:  # noqa: BLE001  (what no code of the world expects is a violation too)
+            violation = f"error: {type(err).__name__}: {err}"
+            world.lines += [Line(world.now, "error", line) for line in traceback.format_exc().splitlines()]
     lines, true_s = [str(line) for line in world.lines], world.now - EPOCH
     return Result(seed, violation, lines, world.struck, world.counts, true_s, time.process_time() - began)
 

@@ -18,7 +18,7 @@ from fakes.run_events import (
     stopping,
 )
 
-from envscaler_airflow.run import Actor, Facts, next_action
+from envscaler_airflow.run import Actor, Facts, NodeStatus, Observed, next_action
 
 ANYTIME = Facts(backoff_is_over=True)
 RUNNING = (begun(), intended(), started())
@@ -124,3 +124,16 @@ def test_a_clear_while_a_worker_runs_the_task_may_count_as_a_retry():
 def test_a_request_without_an_actor_changes_no_owner():
     """Anyone may request; only an owner event sets an owner."""
     assert run(begun(), requested()).owner == FIRST
+
+
+@pytest.mark.parametrize("why", ["stop", "budget", "move"])
+@pytest.mark.parametrize(
+    ("states", "kind"), [(("starting", "pending"), "kill"), (("running", "starting"), "wait")]
+)
+def test_what_stops_before_any_node_runs_is_killed_at_once(why, states, kind):
+    """Machines that are still on their way have nothing to save, and each minute costs money (A3)."""
+    nodes = tuple(NodeStatus(index, state) for index, state in enumerate(states))
+
+    got = next_action(run(*RUNNING, stopping(why)), Facts(observed=Observed(nodes)))
+
+    assert got.kind == kind
