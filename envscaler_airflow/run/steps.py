@@ -201,9 +201,9 @@ def _is_at_work(facts: Facts) -> bool:
 
 
 def _is_on_its_way(facts: Facts) -> bool:
-    """Return True if nodes are still to come and none runs: there is nothing to save."""
-    states = {one.state for one in facts.observed.nodes} if facts.observed else set()
-    return bool(states & {"pending", "starting"}) and not states & {"running", "unknown"}
+    """Return True if no node has run yet: there is nothing to save."""
+    nodes = facts.observed.nodes if facts.observed else ()
+    return bool(nodes) and all(one.state in ("pending", "starting") for one in nodes)
 
 
 def _has_trained(facts: Facts) -> bool:
