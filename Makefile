@@ -9,7 +9,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: audit help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate lint words types contracts format bench wheel clean
+.PHONY: audit locks help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate lint words types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -67,6 +67,11 @@ lint: venv words  ## Check style, and what bandit knows of insecure calls.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive envscaler_airflow agent/envscaler_agent docs/_site hatch_build.py
+
+LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --constraint constraints.txt
+locks: venv  ## Pin what the images install, with hashes, in the versions of constraints.txt.
+	$(BIN)/$(LOCK) --group sidecar-image --output-file envscaler_airflow/images/sidecar-requirements.txt
+	$(BIN)/$(LOCK) pyproject.toml --extra amazon --extra kubernetes --group airflow-image --output-file docker/requirements.txt
 
 # Apart from CI: it asks a service for the faults that are known today. In an environment of its own.
 audit: venv  ## Check the pinned dependencies for known vulnerabilities.

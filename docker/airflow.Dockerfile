@@ -9,9 +9,9 @@ ARG BASE=docker.io/library/python:3.12-slim
 
 FROM ${BASE} AS build
 ARG PIP="-m pip"
-# Of this package; see [project.optional-dependencies] in pyproject.toml.
-ARG EXTRAS="amazon,kubernetes"
-# Whatever your DAGs import besides.
+# Of this package besides amazon and kubernetes; see [project.optional-dependencies] in pyproject.toml.
+ARG EXTRAS=""
+# What your DAGs import besides; pin it yourself, with `name==version`.
 ARG EXTRA_REQUIREMENTS=""
 # Where packages come from, as pip reads it from its environment.
 ARG PIP_INDEX_URL
@@ -21,9 +21,18 @@ COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE /src/
 COPY agent /src/agent
 COPY dags /src/dags
 COPY envscaler_airflow /src/envscaler_airflow
-RUN python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compile \
-      --constraint /src/constraints.txt --target /opt/envscaler "/src[${EXTRAS}]" ${EXTRA_REQUIREMENTS} \
-    && python3 -m compileall -q -j 0 /opt/envscaler
+COPY docker/requirements.txt /src/docker/requirements.txt
+# Every file that is installed has the hash that requirements.txt says; hatchling, which builds the package,
+# is among them. What the extras need of these is there already, in the same versions.
+RUN set -e; install="python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compile"; \
+    $install --target /opt/envscaler --require-hashes --only-binary :all: --requirement /src/docker/requirements.txt; \
+    PYTHONPATH=/opt/envscaler $install --target /tmp/own --no-build-isolation --no-deps /src; \
+    cp -rn /tmp/own/. /opt/envscaler/; \
+    if [ -n "${EXTRAS}${EXTRA_REQUIREMENTS}" ]; then \
+      $install --target /tmp/more --constraint /src/constraints.txt "/src[${EXTRAS:-amazon}]" ${EXTRA_REQUIREMENTS}; \
+      cp -rn /tmp/more/. /opt/envscaler/; \
+    fi; \
+    python3 -m compileall -q -j 0 /opt/envscaler
 
 FROM ${BASE}
 COPY --from=build /opt/envscaler /opt/envscaler

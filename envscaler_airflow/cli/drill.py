@@ -430,9 +430,8 @@ class _Drill:
             raise CannotError("no attempt of it runs now")
         here = live.allocation
         try:
-            body = json.loads(self.run.read(PLAN) or b"{}")
-            targets = [Allocation.from_dict(one) for one in body.get("targets", ())]
-        except (ValueError, TypeError, AttributeError) as err:
+            targets = [Allocation.from_dict(one) for one in self.run.plan().get("targets", ())]
+        except (ProtocolError, ValueError, TypeError) as err:
             raise CannotError(f"{self.run.uri(PLAN)} cannot be read: {err}") from err
         if fault.name == "change-type":
             others = [one for one in targets if one.nodes == here.nodes and one.offer.name != here.offer.name]

@@ -7,16 +7,22 @@ ARG BASE=docker.io/library/python:3.12-slim
 
 FROM ${BASE} AS build
 ARG PIP="-m pip"
-# Other stores by fsspec: "gcsfs", "adlfs", "ossfs".
+# Other stores by fsspec: "gcsfs", "adlfs", "ossfs"; pin them yourself, with `name==version`.
 ARG EXTRA_REQUIREMENTS=""
 # Where packages come from, as pip reads it from its environment.
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
 COPY requirements.txt /tmp/requirements.txt
-RUN python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compile \
-      --target /opt/envscaler --requirement /tmp/requirements.txt ${EXTRA_REQUIREMENTS} \
-    && rm -rf /opt/envscaler/bin
+# Every file that is installed has the hash that requirements.txt says. The other stores may need the same
+# packages: these are there already, in the same versions.
+RUN set -e; install="python3 ${PIP} install --no-cache-dir --disable-pip-version-check --no-compile --target /opt/envscaler"; \
+    $install --require-hashes --only-binary :all: --requirement /tmp/requirements.txt; \
+    if [ -n "${EXTRA_REQUIREMENTS}" ]; then \
+      sed -e 's/ \\$//' -e '/--hash=/d' /tmp/requirements.txt > /tmp/constraints.txt; \
+      $install --constraint /tmp/constraints.txt ${EXTRA_REQUIREMENTS}; \
+    fi; \
+    rm -rf /opt/envscaler/bin
 COPY packages /opt/envscaler
 RUN python3 -m compileall -q -j 1 /opt/envscaler
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import envscaler_airflow
@@ -13,8 +13,8 @@ from envscaler_airflow.agent_files import package_root
 from envscaler_airflow.images.build import carry_out, check_name, default_logs, qualified, settle
 from envscaler_airflow.images.builders import Access, Builder, Order
 
-REQUIREMENTS = ("boto3", "fsspec", "nvidia-ml-py", "pydantic", "pyyaml", "tenacity", "zstandard")
-"""Distributions that the sidecar imports; each in the version that is installed here, if any."""
+REQUIREMENTS = Path(__file__).with_name("sidecar-requirements.txt")
+"""The distributions that the sidecar imports and theirs, each with its version and its files' hashes."""
 DISTRIBUTION = "envscaler-airflow"
 _DOCKERFILE = "sidecar.Dockerfile"
 _METADATA = ("METADATA", "entry_points.txt")
@@ -54,8 +54,7 @@ def write_context(folder: Path) -> None:
         shutil.copytree(source, packages / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     _write_metadata(packages)
     shutil.copyfile(Path(__file__).with_name(_DOCKERFILE), folder / "Dockerfile")
-    lines = [f"{_pinned(name)}\n" for name in REQUIREMENTS]
-    (folder / "requirements.txt").write_text("".join(lines), encoding="utf-8")
+    shutil.copyfile(REQUIREMENTS, folder / "requirements.txt")
     settle(folder)
 
 
@@ -69,10 +68,3 @@ def _write_metadata(packages: Path) -> None:
     folder.mkdir()
     for name in _METADATA:
         (folder / name).write_text(installed.read_text(name) or "", encoding="utf-8")
-
-
-def _pinned(name: str) -> str:
-    try:
-        return f"{name}=={version(name)}"
-    except PackageNotFoundError:
-        return name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.owner import facts, limits
 from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
@@ -38,7 +36,7 @@ from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.observation import Refused
 from envscaler_airflow.scaling.phase import Forecast
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.run import PLAN, Run
+from envscaler_airflow.store.run import Run
 
 START_S = 30.0
 START_STDEV_S = 15.0
@@ -159,7 +157,7 @@ class ScalingWatcher:
         """Return the frozen spec of the run."""
         spec = self._run.spec(state.spec_hash)
         if self._spec_hash != state.spec_hash:
-            self._spec_hash, self._plan = state.spec_hash, self._read_plan()
+            self._spec_hash, self._plan = state.spec_hash, self._run.plan()
         return spec
 
     def policy(self, state: RunState) -> Policy:
@@ -170,13 +168,6 @@ class ScalingWatcher:
     def policies(self) -> Mapping[str, ScalingPolicy]:
         """Return every installed policy, with the tables of this run."""
         return self._policies
-
-    def _read_plan(self) -> Mapping[str, Any]:
-        try:
-            body = json.loads(self._run.read(PLAN) or b"{}")
-        except (ValueError, RecursionError) as err:
-            raise ProtocolError(f"{self._run.uri(PLAN)}: not JSON: {err}") from err
-        return body if isinstance(body, dict) else {}
 
     def candidates(self, state: RunState) -> tuple[Allocation, ...]:
         """Return what the stage may move to, except what the next attempt gets anyway."""

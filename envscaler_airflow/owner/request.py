@@ -12,12 +12,15 @@ from typing import Any
 
 from envscaler_agent.protocol import Control
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.errors import BackendError, StoreError
+from envscaler_airflow.errors import BackendError, ProtocolError, StoreError
 from envscaler_airflow.owner import limits
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, AttemptState, Event, Handle, RunState
 from envscaler_airflow.run.event_bodies import Accepted, MoveRequested, StopRequested
 from envscaler_airflow.store.run import Run
+
+MOST_EVENTS = 20_000
+"""Most events of a run that may still be moved. Chosen: a run has tens; each reader folds all of them."""
 
 
 def request_stop(run: Run, *, reason: str, by: str) -> Event:
@@ -45,7 +48,13 @@ def request_move(
             stale for any other.
         because: ``reason``, ``numbers`` and ``check`` of the decision, JSON. If they are very long, only what
             the owner needs; the rest is in ``decisions/``.
+
+    Raises:
+        StoreError: The store cannot be written.
+        ProtocolError: The run has :data:`MOST_EVENTS` events; only requests to stop it are accepted.
     """
+    if run.events.load().number >= MOST_EVENTS:
+        raise ProtocolError(f"{run.uri('events')}: has {MOST_EVENTS} events or more, and is not moved again")
     move = MoveRequested(**_shortened(because, target), target=target, from_attempt=from_attempt)
     return run.events.append_request(move, actor=None)
 

@@ -16,6 +16,11 @@ from envscaler_agent.protocol import MAX_JSON_BYTES, Message, claim_name
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.base import Store
 
+MOST_CLAIMS = 10_000
+"""Most claims to one node of an attempt; later ones are void. Chosen: a pod every five minutes for a month.
+Without a bound, one sidecar could keep every reader of its claims busy.
+"""
+
 
 @dataclass(frozen=True)
 class Claim(Message):
@@ -44,7 +49,7 @@ def newest_claim(store: Store, *, generation: int, attempt: int, node: int, know
         StoreError: The store does not answer.
     """
     number = known
-    while store.size(claim_name(generation, attempt, node, number + 1)) is not None:
+    while number < MOST_CLAIMS and store.size(claim_name(generation, attempt, node, number + 1)) is not None:
         number += 1
     return number
 
@@ -56,14 +61,14 @@ def take_claim(store: Store, claim: Claim, *, generation: int, attempt: int, nod
 
     Raises:
         StoreError: The store does not answer, or it is unknown whether the claim exists; repeat the call.
+        ProtocolError: There are :data:`MOST_CLAIMS` others.
     """
-    number = 1
-    while True:
+    for number in range(1, MOST_CLAIMS + 1):
         name = claim_name(generation, attempt, node, number)
         found = _uid_of(store, name)
         if found == claim.uid or (found is None and _create(store, name, claim)):
             return number
-        number += 1
+    raise ProtocolError(f"node {node} was claimed {MOST_CLAIMS} times; cancel the run")
 
 
 def _create(store: Store, name: str, claim: Claim) -> bool:

@@ -120,14 +120,27 @@ class Run(StoreView):
         """
         name = spec_name(spec_hash)
         text = self.read(name, max_bytes=MAX_SPEC_BYTES)
+        if text is None:
+            raise ProtocolError(f"{self.prefix}/{name}: is absent")
+        return self._object(name, text)
+
+    def plan(self) -> dict[str, Any]:
+        """Return what the planner decided at the start, and the targets of moves; {} before there is a plan.
+
+        Raises:
+            ProtocolError: It is not a JSON object.
+        """
+        text = self.read(PLAN)
+        return {} if text is None else self._object(PLAN, text)
+
+    def _object(self, name: str, text: bytes) -> dict[str, Any]:
         try:
-            document = json.loads(text or b"")
+            found = json.loads(text)
         except (ValueError, RecursionError) as err:
-            fault = "is absent" if text is None else f"not JSON: {err}"
-            raise ProtocolError(f"{self.prefix}/{name}: {fault}") from err
-        if not isinstance(document, dict):
-            raise ProtocolError(f"{self.prefix}/{name}: got {type(document).__name__}, expected an object")
-        return document
+            raise ProtocolError(f"{self.prefix}/{name}: not JSON: {err}") from err
+        if not isinstance(found, dict):
+            raise ProtocolError(f"{self.prefix}/{name}: got {type(found).__name__}, expected an object")
+        return found
 
     def spec(self, spec_hash: str) -> EnvSpec:
         """Return the frozen spec with that hash. Raises as :meth:`document`."""

@@ -87,10 +87,9 @@ def make_wheels(folder):
     """
     folder.mkdir()
     lock, tools = folder / "pylock.toml", folder / "tools.txt"
-    tools.write_text("pip\nhatchling\n")
+    tools.write_text("pip\n")
     words = [uv_program(), "pip", "compile", "--quiet", "--python", sys.executable, "--only-binary", ":all:"]
-    words += ["--extra", "amazon", "--extra", "kubernetes", "--constraint", ROOT / "constraints.txt"]
-    words += ["--output-file", lock, ROOT / "pyproject.toml", tools]
+    words += ["--output-file", lock, ROOT / "docker/requirements.txt", tools]
     subprocess.run(words, check=True, timeout=120, stdout=subprocess.DEVNULL)
     links = [best_wheel(package["wheels"]) for package in tomllib.loads(lock.read_text())["packages"]]
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, *links]

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +13,6 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.images.sidecar_image import REQUIREMENTS
 
 TOOLS = ("buildah", "mmdebstrap")
-ROOT = Path(__file__).parents[2]
 MOST_BYTES = 400 << 20
 """Chosen: Debian's essential packages with apt and Python are 200 MiB of it."""
 
@@ -74,9 +72,8 @@ def image(tmp_path_factory, base_tar):
 def make_wheels(folder):
     """What the image installs, for its Python, which is this one's."""
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
-    subprocess.run(
-        [*words, "--constraint", str(ROOT / "constraints.txt"), "pip", *REQUIREMENTS], check=True, timeout=240
-    )
+    for wanted in (["pip"], ["--require-hashes", "--requirement", str(REQUIREMENTS)]):
+        subprocess.run([*words, *wanted], check=True, timeout=240)
 
 
 def run(image, *command):

@@ -16,7 +16,7 @@ OWN = {
     "envscaler_airflow/backends/kubernetes/client.py:_read": "its only caller catches",
     "envscaler_airflow/backends/kubernetes/missing.py:_nodes": "kubectl's output",
     "envscaler_airflow/backends/kubernetes/shared_watch.py:body": "written by this process",
-    "envscaler_airflow/catalog/build_snapshot.py:read_machines": "of the developer who runs it",
+    "envscaler_airflow/catalog/__main__.py:read_machines": "of the developer who runs it",
     "envscaler_airflow/catalog/packaged.py:jobs": "of the package itself",
     "envscaler_airflow/cli/inspect.py:status": "written by this process",
     "envscaler_airflow/clouds/aws.py:_on_demand": "its only caller catches",
@@ -32,7 +32,9 @@ def readers():
     found = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            visit(ast.parse(path.read_text()), path.relative_to(ROOT).as_posix(), "", frozenset(), found)
+            text = path.read_text()
+            if "json.load" in text:
+                visit(ast.parse(text), path.relative_to(ROOT).as_posix(), "", frozenset(), found)
     return found
 
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from envscaler_agent.protocol import Ended, Progress, Status, Transfer, status_name
-from envscaler_airflow.errors import RunFailedError
+from envscaler_airflow.errors import ProtocolError, RunFailedError
+from envscaler_airflow.owner import request
 from envscaler_airflow.owner.owned_run import LINES_BYTES, shortened
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
 from envscaler_airflow.run.event_bodies import AttemptEnded
@@ -164,3 +165,16 @@ def test_a_checkpoint_whose_manifest_is_a_link_is_none_and_the_next_attempt_star
     owner.resume(Wake("backoff"))
 
     assert world.control().candidates == (good,)
+
+
+def test_requests_to_move_have_a_bound_and_requests_to_stop_have_none(world, monkeypatch):
+    """Any observer may append them, and each reader of the run folds all (B1)."""
+    world.owner().enter()
+    run = Run(world.store, world.prefix)
+    monkeypatch.setattr(request, "MOST_EVENTS", run.events.load().number + 1)
+    world.ask_move()
+
+    with pytest.raises(ProtocolError, match="is not moved again"):
+        world.ask_move()
+
+    assert request.request_stop(run, reason="enough", by="a user").number > request.MOST_EVENTS

@@ -6,7 +6,7 @@ import pytest
 
 from envscaler_agent.process import ADDRESS
 from envscaler_agent.protocol import Control, Ended, Status, claim_name, status_name
-from envscaler_airflow.errors import StoreError
+from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar import owner_watch as standing
 from envscaler_airflow.sidecar.context import SetupCancelledError
 from envscaler_airflow.sidecar.loop import Sidecar, Speaker, compose
@@ -15,7 +15,7 @@ from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.setup import lay_out
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Memory
 from envscaler_airflow.sidecar.uploads import Checkpoints, Outputs
-from envscaler_airflow.store import manifests
+from envscaler_airflow.store import claims, manifests
 from envscaler_airflow.store.checkpoints import complete_checkpoints, prune, read_checkpoint
 from envscaler_airflow.store.claims import Claim, newest_claim, take_claim
 from envscaler_airflow.store.logs import CLAIM_CHUNKS, read_logs
@@ -50,6 +50,19 @@ def test_a_lost_answer_claims_no_second_number(store, method):
 
     assert claim(faulty, "a") == 1
     assert newest_claim(store, **NODE) == 1
+
+
+def test_claims_have_a_bound(store, monkeypatch):
+    """One sidecar that creates them without end blocks neither the owner nor another pod (B1)."""
+    monkeypatch.setattr(claims, "MOST_CLAIMS", 3)
+    for number in range(1, 9):
+        store.create(claim_name(1, 2, 0, number), Claim(f"pod {number}").to_json())
+
+    with pytest.raises(ProtocolError, match="claimed 3 times"):
+        claim(store, "late")
+
+    assert newest_claim(store, **NODE) == 3
+    assert claim(store, "pod 2") == 2
 
 
 def test_two_pods_that_claim_at_once_get_two_numbers(store):
