@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, tzinfo
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from airflow.sdk.bases.operator import ExecutorSafeguard
 
 from envscaler_airflow.hooks import settings, states
-from envscaler_airflow.operators import execution
+from envscaler_airflow.operators import execution, stage
 from envscaler_airflow.triggers import scaling_checks, scaling_trigger, stage_trigger, stage_watch
 from tests.simulation import triggerers
 from tests.simulation.airflow import KEY, SimAirflow
@@ -52,11 +54,21 @@ def _task_states(
     return airflow.states(task_id)
 
 
+class _Now(datetime):
+    """``datetime`` whose now is that of the actor's machine."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> _Now:
+        """The time."""
+        return cls.fromtimestamp(time.time(), tz)
+
+
 @cache
 def install(store_url: str) -> None:
     """Put the simulated edges in place, once for this process."""
     os.environ["AIRFLOW__ENVSCALER__STORE_URL"] = store_url
     os.environ["AIRFLOW__ENVSCALER__DEPLOYMENT"] = KEY.deployment
+    stage.datetime = _Now  # type: ignore[misc]
     ExecutorSafeguard.test_mode = True
     settings.StorePlace.open = _open_store  # type: ignore[method-assign]
     for module in (execution, stage_watch, scaling_checks):

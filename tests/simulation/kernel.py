@@ -272,6 +272,11 @@ class World:
             actor._error = error or actor._error
             self._push(max(self.now, actor.paused_until), actor)
 
+    def pause(self, actor: Actor, seconds: float) -> None:
+        """Let *actor* and the threads of its process stand still for *seconds*."""
+        for one in (actor, *actor.dies_with):
+            one.paused_until = max(one.paused_until, self.now + seconds)
+
     def _give_up(self, seconds: float) -> None:
         actor = self.current
         if actor is None:
@@ -299,8 +304,12 @@ class World:
             if at > until:
                 break
             heapq.heappop(self._queue)
-            if order == actor._wake and actor.is_alive:
-                self.now = max(self.now, at)
+            if order != actor._wake or not actor.is_alive:
+                continue
+            self.now = max(self.now, at)
+            if actor.paused_until > self.now:
+                self._push(actor.paused_until, actor)
+            else:
                 self._step(actor)
         self.now = max(self.now, until) if not is_over() else self.now
 

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 from airflow.sdk.exceptions import AirflowRuntimeError
 
+from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.cli.cancel import _Cancel
 from envscaler_airflow.errors import EnvScalerError
 from envscaler_airflow.hooks.states import why_over
 from envscaler_airflow.owner.reap import reap
-from envscaler_airflow.owner.request import request_move, request_stop
+from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import RunState
 from envscaler_airflow.store.run import Run
 from tests.simulation.airflow import KEY, STAGE
 from tests.simulation.kernel import Machine
@@ -24,6 +27,20 @@ EVERY_S = (120.0, 900.0)
 """How often somebody looks at the run, seconds. Chosen: some twenty occasions in a run of hours."""
 REAP_EVERY_S = 3600.0
 """How often `reap` runs, seconds. Chosen: as its documentation advises."""
+
+
+class Cancel(_Cancel):
+    """`envscaler cancel` with simulated machines.
+
+    Attributes:
+        reach: Returns them.
+    """
+
+    reach: Callable[[], Backend]
+
+    def _backend_of(self, state: RunState) -> Backend:
+        del state
+        return self.reach()
 
 
 class People:
@@ -88,10 +105,19 @@ class People:
         self.airflow.clear(self.airflow.tis[STAGE])
 
     def _cancel(self) -> None:
-        run = self._run()
-        if run.events.load().status == "active":
-            event = request_stop(run, reason="cancelled from a shell", by="me")
-            self.airflow.fact("cancel", self.airflow.tis[STAGE], f"event {event.number}")
+        """`envscaler cancel`, with or without ``--wait``, in a process of its own."""
+        self.airflow.fact("cancel", self.airflow.tis[STAGE])
+        self.airflow.world.spawn("person", self._carry_out_cancel, machine=self.machine, name="cancel")
+
+    def _carry_out_cancel(self) -> None:
+        run, world = self._run(), self.airflow.world
+        backend = self.airflow.cloud.client(self.machine)
+        with suppress(EnvScalerError):
+            state = run.events.load()
+            if state.status == "active":
+                process = Cancel(run, say=world.note)
+                process.reach = lambda: backend
+                process.carry_out(state, wait=self.random.random() < 0.5)
 
     def _move(self) -> None:
         run = self._run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import json
 import logging
@@ -130,6 +131,7 @@ class Scenario:
         owner: Who runs it: ``shell``, or a DAG of ``airflow``.
         has_sensor: A ScalingSensor runs beside the stage.
         lingers_s: How long Airflow's users look at what is over: they may clear it.
+        timeout_s: The task's ``execution_timeout``; None for none.
     """
 
     nodes: int = 1
@@ -144,6 +146,7 @@ class Scenario:
     owner: str = "shell"
     has_sensor: bool = False
     lingers_s: float = 0.0
+    timeout_s: float | None = None
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
@@ -158,6 +161,7 @@ class Scenario:
         hours = steps * 7.0 / 3600.0 / nodes**0.9
         budget = random.choice((None, None, 0.5, 1.2, 3.0))
         deadline = random.choice((None, None, None, 3.0))
+        timeout = others.choice((None, None, None, 0.5, 2.0))
         wishes = Wishes(
             budget_usd=None if budget is None else round(budget * hours * nodes, 2),
             deadline_s=None if deadline is None else deadline * hours * 3600.0 + 1800.0,
@@ -175,6 +179,7 @@ class Scenario:
             owner=owner,
             has_sensor=others.random() < 0.5,
             lingers_s=others.choice((0.0, 7200.0)),
+            timeout_s=None if timeout is None else timeout * hours * 3600.0 + 1800.0,
         )
 
     @property
@@ -313,6 +318,7 @@ def _owner(world: World, store: SimStore, cloud: SimCloud, scenario: Scenario) -
         "strategy": wishes.strategy,
         "budget_usd": wishes.budget_usd,
         "deadline": None if wishes.deadline_s is None else f"{wishes.deadline_s:.0f}s",
+        "execution_timeout": None if scenario.timeout_s is None else dt.timedelta(seconds=scenario.timeout_s),
     }
     setup = Setup(
         spec=json.dumps(scenario.document),

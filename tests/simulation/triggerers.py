@@ -143,10 +143,16 @@ class Triggerer:
         try:
             self._watch(row, trigger)
         except asyncio.CancelledError:
-            done(trigger.on_kill())
-        finally:
-            self.running.pop(row, None)
-        done(trigger.cleanup())
+            self._log(trigger.on_kill(), "on_kill")
+        self.running.pop(row, None)
+        self._log(trigger.cleanup(), "cleanup")
+
+    def _log(self, awaitable: Any, what: str) -> None:
+        """Run it; of an error Airflow only logs."""
+        try:
+            done(awaitable)
+        except Exception as err:  # noqa: BLE001  (as the triggerer does)
+            self._all.airflow.world.note(f"{what} fails: {type(err).__name__}: {err}")
 
     def _watch(self, row: Row, trigger: BaseTrigger) -> None:
         airflow = self._all.airflow
@@ -252,13 +258,16 @@ class Triggerers:
             self._assign(row, after_s=random.uniform(*LOST_S))
 
     def move(self, process: Triggerer) -> None:
-        """Take one for dead that lives: both run its triggers until it notices."""
-        random = self.airflow.random
+        """Take one for dead that lives or stands still: both run its triggers until it notices."""
+        random, paused_s = self.airflow.random, 0.0
+        if process.main is not None and random.random() < 0.5:
+            paused_s = random.uniform(60.0, 3600.0)
+            self.airflow.world.pause(process.main, paused_s)
         for row in list(process.running):
             if row.is_linked:
                 row.at = None
-                self._assign(row, after_s=0.0, unlike=process)
-            self._later(lambda row=row: process.cancel(row), random.uniform(1.0, 60.0))
+                self._assign(row, after_s=random.uniform(*LOST_S) if paused_s else 0.0, unlike=process)
+            self._later(lambda row=row: process.cancel(row), paused_s + random.uniform(1.0, 60.0))
 
     def _assign(self, row: Row, *, after_s: float, unlike: Triggerer | None = None) -> None:
         def act() -> None:

@@ -82,6 +82,7 @@ class TaskState:
     def _ask(self, what: str) -> None:
         self._airflow.world.point(f"task state {what}")
         if self._airflow.world.strikes("api-error", f"task state {what}"):
+            self._airflow.world.sleep(self._airflow.random.choice((0.0, 20.0)))
             raise api_error(503)
 
 
