@@ -100,6 +100,7 @@ class Triggerer:
     Attributes:
         main: Its main actor; None while it is down.
         running: Actors of the triggers that it runs.
+        cancelled: Those of them that were cancelled; once.
     """
 
     def __init__(self, all_: Triggerers, machine: Machine) -> None:
@@ -107,6 +108,7 @@ class Triggerer:
         self._all, self.machine = all_, machine
         self.main: Actor | None = None
         self.running: dict[Row, Actor] = {}
+        self.cancelled: set[Row] = set()
 
     def start(self) -> None:
         """Begin."""
@@ -118,6 +120,7 @@ class Triggerer:
         if actor is self.main:
             self.main = None
             self.running.clear()
+            self.cancelled.clear()
             self._all.died(self)
 
     def run(self, row: Row) -> None:
@@ -135,7 +138,8 @@ class Triggerer:
     def cancel(self, row: Row) -> None:
         """Cancel a trigger that the database no longer assigns to this triggerer, as a user's act would."""
         actor = self.running.get(row)
-        if actor is not None:
+        if actor is not None and row not in self.cancelled:
+            self.cancelled.add(row)
             self._all.airflow.world.wake(actor, asyncio.CancelledError(BY_USER))
 
     def _run(self, row: Row) -> None:
@@ -145,6 +149,7 @@ class Triggerer:
         except asyncio.CancelledError:
             self._log(trigger.on_kill(), "on_kill")
         self.running.pop(row, None)
+        self.cancelled.discard(row)
         self._log(trigger.cleanup(), "cleanup")
 
     def _log(self, awaitable: Any, what: str) -> None:
