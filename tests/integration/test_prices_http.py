@@ -75,6 +75,7 @@ class Handler(BaseHTTPRequestHandler):
     """Passes each request to the script."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the body waits 40 ms for the confirmation of the headers
 
     def _do(self):
         parts = urlsplit(self.path)

@@ -29,7 +29,10 @@ def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
     handles = [backend.submit(request_for(attempt=number)) for number in range(1, 6)]
     for handle in handles:
         running(backend, handle)
-    calls = [path for method, path in cluster.requests if method == "GET" and "/pods?" in path]
+    calls = eventually(
+        lambda: [path for method, path in cluster.requests if method == "GET" and "/pods?" in path],
+        lambda paths: any("watch=true" in path for path in paths),
+    )
     assert len([path for path in calls if "watch=true" in path]) == 1
     assert len(calls) <= 2
 
