@@ -65,13 +65,9 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 @contextmanager
-def landing(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary file next to *path*, which is renamed to *path* if the block does not raise.
-
-    *temporary* is its name until then, where a lock keeps others out: a fixed name leaves nothing behind, as
-    the next write replaces the leftover of a killed one.
-    """
-    temporary = temporary or path.with_name(f".{uuid.uuid4().hex}.tmp")
+def landing(path: Path) -> Iterator[Path]:
+    """Yield a temporary file next to *path*, which is renamed to *path* if the block does not raise."""
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
         temporary.replace(path)
@@ -80,16 +76,39 @@ def landing(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
             temporary.unlink()
 
 
-def write_atomic(path: Path, data: bytes, *, temporary: Path | None = None) -> None:
-    """Replace *path* in one step; the data is on disk before it is visible. See :func:`landing`.
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def write_atomic(path: Path, data: bytes, *, temporary: str | None = None, follow: bool = True) -> None:
+    """Replace *path* in one step; the data is on disk before it is visible.
+
+    Args:
+        path: The file. A link in its place is replaced, not followed.
+        data: Its new content.
+        temporary: Its name until then, where a lock keeps others out: a fixed name leaves nothing behind, as
+            the next write replaces the leftover of a killed one.
+        follow: False where a training can put a link in place of the folder itself.
 
     Raises:
         OSError: Not written, for example because its folder is absent; the old file stays.
     """
-    with landing(path, temporary=temporary) as new, new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    folder = os.open(path.parent, _FOLDER & ~os.O_NOFOLLOW if follow else _FOLDER)
+    name = temporary or f".{uuid.uuid4().hex}.tmp"
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+        with os.fdopen(os.open(name, _NEW, 0o666, dir_fd=folder), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        raise
+    finally:
+        os.close(folder)
 
 
 def read_bytes(path: Path, most: int) -> bytes | None:
@@ -112,9 +131,6 @@ def read_bytes(path: Path, most: int) -> bytes | None:
     if len(text) > most:
         raise OSError(errno.EFBIG, f"larger than {most} bytes")
     return text
-
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_tree(path: Path | str, *, dir_fd: int | None = None) -> None:

@@ -413,7 +413,7 @@ class PriceCache:
 
     def _write(self, path: Path, data: bytes) -> None:
         try:
-            write_atomic(path, data, temporary=self.folder / f"{path.name}.new")
+            write_atomic(path, data, temporary=f"{path.name}.new")
         except OSError as err:
             raise _not_kept(path, err) from err
 

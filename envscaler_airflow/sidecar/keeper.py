@@ -76,7 +76,8 @@ class Keeper:
         if self._backoff.failures >= SETUP_TRIES and not self._spool.start.exists():
             reason = f"the sidecar died {self._backoff.failures} times before the start; see {self._output}"
             with suppress(OSError):  # the next death tries again
-                write_atomic(self._spool.start, json.dumps({"schema": SCHEMA, "failed": reason}).encode())
+                body = json.dumps({"schema": SCHEMA, "failed": reason}).encode()
+                write_atomic(self._spool.start, body, follow=False)
                 self.has_failed = True
 
 
@@ -94,7 +95,7 @@ def report_end(spool: Spool, ended: Ended) -> None:
     last = _last(spool)
     if last.ended is None:
         body = replace(last, sequence=last.sequence + 1, phase="ended", ended=ended).to_json()
-        write_atomic(spool.wrapper, body)
+        write_atomic(spool.wrapper, body, follow=False)
 
 
 def _last(spool: Spool) -> Status:

@@ -257,7 +257,7 @@ class Spool(spool.Spool):
             return
         with contextlib.suppress(OSError, ProtocolError):
             if line is None:
-                self.notice.unlink()
+                self.remove(self.notice)
             elif (self.read_json(self.notice) or {}).get("text") != line:
                 self.write_json(self.notice, {"text": line})
 

@@ -89,3 +89,22 @@ def test_a_folder_that_may_not_be_removed_is_reported(tmp_path):
     """An absent one too."""
     with pytest.raises(FileNotFoundError):
         remove_tree(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("temporary", [None, "list.new"])
+def test_a_write_follows_no_link(tmp_path, temporary):
+    """Neither in place of the file, nor of its temporary name, nor of its folder (B1)."""
+    (tmp_path / "secret").write_bytes(b"of others")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "spool").mkdir()
+    for name in ("list", "list.new"):
+        (tmp_path / "spool" / name).symlink_to(tmp_path / "secret")
+
+    write_atomic(tmp_path / "spool/list", b"new", temporary=temporary)
+
+    assert (tmp_path / "spool/list").read_bytes() == b"new"
+    assert (tmp_path / "secret").read_bytes() == b"of others"
+    (tmp_path / "link").symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match="link"):
+        write_atomic(tmp_path / "link/list", b"new", temporary=temporary, follow=False)
+    assert list((tmp_path / "outside").iterdir()) == []

@@ -82,10 +82,20 @@ def _sidecar_options(options: argparse.Namespace, node: int) -> list[str]:
 def prepare(spool: Spool, node: int) -> None:
     """Let the training, which may run as another user, write chunks; ``node.json`` lets it start."""
     for folder in (spool.logs, spool.metrics):
-        folder.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # created by the training's side, which may then write there
-            folder.chmod(0o777)
-    write_atomic(spool.root / "node.json", json.dumps({"schema": SCHEMA, "node": node}).encode())
+        with suppress(OSError):  # created by the training's side, which may write there, or put a link there
+            folder.mkdir(parents=True, exist_ok=True)
+            _let_all_write(folder)
+    body = json.dumps({"schema": SCHEMA, "node": node}).encode()
+    write_atomic(spool.root / "node.json", body, follow=False)
+
+
+def _let_all_write(folder: Path) -> None:
+    """Change the mode of the folder itself: this container may restart while the training runs."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o777)
+    finally:
+        os.close(descriptor)
 
 
 def address_of(node: int, *, most: int, pod_ip: str | None) -> str | None:

@@ -6,7 +6,9 @@ import os
 import attempts
 import pytest
 
+from envscaler_agent.spool import Spool
 from envscaler_airflow.backends.base import StoreLogin
+from envscaler_airflow.backends.kubernetes import pod_sidecar
 from envscaler_airflow.backends.kubernetes.job_manifest import render_attempt
 from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
@@ -217,3 +219,19 @@ def test_a_store_that_lies_elsewhere_leaves_the_volume_whole():
     pod = pod_of({"store_volume": "claim"}, store_url="file:///elsewhere")
 
     assert mounts_of(pod, "sidecar")[MOUNT] == {"name": "store", "mountPath": MOUNT}
+
+
+def test_a_sidecar_that_restarts_opens_no_folder_that_the_training_links_to(tmp_path):
+    """The container makes the folders of chunks writable for every user, and nothing else (B1)."""
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    spool = Spool(tmp_path / "spool")
+    pod_sidecar.prepare(spool, 0)
+    spool.logs.rmdir()
+    spool.logs.symlink_to(own)
+
+    pod_sidecar.prepare(spool, 0)
+
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert spool.metrics.stat().st_mode & 0o777 == 0o777
+    assert json.loads((spool.root / "node.json").read_bytes())["node"] == 0
