@@ -342,6 +342,53 @@ class World:
                 shared.close()
 
 
+class Lock:
+    """A lock of one world: an actor that waits for it gives up control, and one that waits for ever fails."""
+
+    def __init__(self, world: World, *, is_reentrant: bool) -> None:
+        """Begin free."""
+        self._world, self._is_reentrant = world, is_reentrant
+        self._owner: Actor | None = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002  # as threading's
+        """Wait for it, at most *timeout* seconds; False if it is still taken.
+
+        Raises:
+            RuntimeError: Its owner ended, was killed, or is the actor itself: a deadlock.
+        """
+        world, me = self._world, self._world.current
+        until = world.now + timeout if timeout >= 0 else float("inf")
+        while self._count and not (self._is_reentrant and self._owner is me):
+            if not blocking or world.now >= until:
+                return False
+            if self._owner is me or self._owner is None or not self._owner.is_alive:
+                names = [one.name if one else "the loop" for one in (me, self._owner)]
+                raise RuntimeError(f"deadlock: {names[0]} waits for a lock of {names[1]}")
+            world.sleep(0.05)
+        self._owner = me
+        self._count += 1
+        return True
+
+    def release(self) -> None:
+        """Give it back."""
+        if not self._count:
+            raise RuntimeError("release of a lock that is free")
+        self._count -= 1
+
+    def locked(self) -> bool:
+        """True while an actor has it."""
+        return self._count > 0
+
+    def __enter__(self) -> bool:
+        """Wait for it."""
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        """Give it back."""
+        self.release()
+
+
 # The clocks of the machine that the current actor runs on
 
 

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 from tests.simulation import kernel
@@ -22,6 +23,7 @@ from tests.simulation import kernel
 active: kernel.World | None = None
 """The world that runs; None outside :func:`tests.simulation.run.simulate`."""
 _real = {name: getattr(time, name) for name in ("time", "monotonic", "sleep", "time_ns", "monotonic_ns")}
+_real_lock, _real_rlock = threading.Lock, threading.RLock
 _real_submit = ThreadPoolExecutor.submit
 _real_uuid4, _real_start, _real_join = uuid.uuid4, threading.Thread.start, threading.Thread.join
 
@@ -53,6 +55,21 @@ def _uuid4() -> uuid.UUID:
     if world is None:
         return _real_uuid4()
     return uuid.UUID(int=world.stream("uuid").getrandbits(128), version=4)
+
+
+def _lock() -> Any:
+    world = _of_the_project(sys._getframe(1))
+    return _real_lock() if world is None else kernel.Lock(world, is_reentrant=False)
+
+
+def _rlock() -> Any:
+    world = _of_the_project(sys._getframe(1))
+    return _real_rlock() if world is None else kernel.Lock(world, is_reentrant=True)
+
+
+def _of_the_project(caller: FrameType) -> kernel.World | None:
+    """The world, where an actor runs the project's code; locks of the standard library stay real."""
+    return _in_actor() if caller.f_globals.get("__name__", "").startswith("envscaler_") else None
 
 
 def _start(thread: threading.Thread) -> None:
@@ -116,5 +133,6 @@ def install() -> None:
     uuid.uuid4 = _uuid4
     time.time_ns, time.monotonic_ns = lambda: int(_time() * 1e9), lambda: int(_monotonic() * 1e9)
     threading.Thread.start, threading.Thread.join = _start, _join  # type: ignore[method-assign]
+    threading.Lock, threading.RLock = _lock, _rlock  # type: ignore[misc,assignment]
     ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign,assignment]
     random.seed(0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.simulation.kernel import EPOCH, Machine, World
+import pytest
+
+from tests.simulation.kernel import EPOCH, Lock, Machine, World
 
 
 def seconds(world: World, what: str) -> list[float]:
@@ -50,3 +52,42 @@ def test_an_actor_that_another_one_starts_runs_by_itself() -> None:
     world.run(until=EPOCH + 100)
 
     assert (seconds(world, "child"), seconds(world, "parent")) == ([3], [10])
+
+
+def test_an_actor_waits_for_the_lock_of_another_one() -> None:
+    """The second one gets it after the five seconds of the first; a reentrant one is taken twice."""
+    world, machine = World(1), Machine("machine")
+    lock = Lock(world, is_reentrant=True)
+
+    def body() -> None:
+        with lock, lock:
+            world.sleep(5)
+        world.note("done")
+
+    for name in ("first", "second"):
+        world.spawn(name, body, machine=machine)
+    world.run(until=EPOCH + 100)
+
+    assert [round(at) for at in seconds(world, "done")] == [5, 10]
+
+
+def test_a_deadlock_is_an_error_with_names() -> None:
+    """The process that had the lock was killed; waiting for it would stop the whole simulation."""
+    world, machine = World(1), Machine("machine")
+    lock = Lock(world, is_reentrant=False)
+
+    def first() -> None:
+        with lock:
+            world.sleep(100)
+
+    def second() -> None:
+        world.sleep(1)
+        world.kill(owner, "test")
+        lock.acquire()
+
+    owner = world.spawn("first", first, machine=machine)
+    world.spawn("second", second, machine=machine)
+
+    with pytest.raises(RuntimeError, match="deadlock: second waits for a lock of first"):
+        world.run(until=EPOCH + 100)
+    world.close()
