@@ -287,6 +287,7 @@ async def run(handles: list[Handle], options: argparse.Namespace, pipe: Connecti
     idle, delays = Delays(), Delays()
     await measure(5.0, idle)
     memory, objects = rss_mib(), len(gc.get_objects())
+    print(f"{objects:,} objects of the collector before the first trigger")
     tasks = []
     for number, handle in enumerate(handles):
         start_s = options.start * number / len(handles)
@@ -300,6 +301,9 @@ async def run(handles: list[Handle], options: argparse.Namespace, pipe: Connecti
     print(f"a full collection, made here: {(time.monotonic() - began) * 1e3:.0f} ms")
     if options.freeze:
         gc.freeze()
+        began = time.monotonic()
+        gc.collect()
+        print(f"another one after gc.freeze: {(time.monotonic() - began) * 1e3:.0f} ms")
     COUNTS.clear()
     seconds = options.seconds
     tasks.append(asyncio.create_task(watchdog()))

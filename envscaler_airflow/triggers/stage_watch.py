@@ -165,9 +165,12 @@ class StageWatcher:
 
 
 def _is_scaled(run: Run) -> bool:
-    """Return True if the frozen spec asks for scaling; False if that is unknown."""
+    """Return True if the frozen spec asks for scaling; False if that is unknown.
+
+    The spec is not parsed: a triggerer would keep a thousand of them, and its garbage collector visit each.
+    """
     try:
-        return run.spec(run.events.load().spec_hash).scaling is not None
+        return run.document(run.events.load().spec_hash).get("scaling") is not None
     except ProtocolError:
         return False
 

@@ -1,4 +1,4 @@
-"""Twenty stages at once on one machine that has room for a few of them: each gets its turn."""
+"""Twenty stages at once on one machine that fits a few of them: each gets its turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envscaler_airflow.store.run import Run
 
 STAGES = 20
 FAST = 120.0
-"""So many times faster is the owners' clock: a stage that finds no room looks again after 10 s, at last after
+"""So many times faster is the owners' clock: a stage that finds too little space looks again after 10 s, at last after
 10 min, as recovery.py says."""
 SPEC = {
     "version": "v1",

@@ -14,6 +14,7 @@ from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
 from envscaler_agent.protocol import Status, Transfer, control_name, log_name, status_name
 from envscaler_airflow.backends.base import AttemptRequest
+from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.planning.offers import Allocation
@@ -531,3 +532,14 @@ def test_arguments_that_an_older_version_did_not_write_have_defaults(world):
     trigger = StageTrigger(prefix=KEY.prefix, watching=world.watching(), ti_id="ti-1")
 
     assert trigger.serialize()[1]["compute"] == "local"
+
+
+@pytest.mark.parametrize("scaling", [None, {"policy": "cost-to-finish"}])
+def test_whether_a_stage_is_scaled_is_read_without_parsing_its_spec(world, scaling, monkeypatch):
+    """A triggerer watches thousands of stages, and would keep each spec as hundreds of objects."""
+    spec = {"version": "v1", "name": "train", "entrypoint": ["true"], "scaling": scaling}
+    body = EnvSpec.from_dict({name: value for name, value in spec.items() if value}).to_dict()
+    world.store.write(f"{KEY.prefix}/spec-h.json", json.dumps(body).encode())
+    monkeypatch.setattr(Run, "spec", None)
+
+    assert look_module._is_scaled(Run(world.store, KEY)) is (scaling is not None)
