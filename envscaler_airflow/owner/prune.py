@@ -56,7 +56,7 @@ class OldRun:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """What the first pass found of a run: last event, why it goes, and which runs it needs if it stays."""
+    """What the first pass found of a run: last event, why it goes, and which runs it names."""
 
     run: Run
     number: int
@@ -97,7 +97,8 @@ def prune(
         _judge(Run(store, prefix), older_than_s, why_gone if applies_to(prefix) else _unknown)
         for prefix in run_prefixes(store)
     ]
-    named = {prefix: one.run.prefix for one in judged for prefix in one.named}
+    staying = [one for one in judged if one.old is None or one.old.kept or not applies_to(one.run.prefix)]
+    named = {prefix: one.run.prefix for one in staying for prefix in one.named}
     for one in judged:
         if one.old is None or not applies_to(one.run.prefix):
             continue
@@ -124,8 +125,7 @@ def _judge(run: Run, older_than_s: float, why_gone: Callable[[RunKey], str | Non
     age_s = _age_s(run, number)
     reason = _why_old(run, state, age_s, older_than_s, why_gone)
     old = None if reason is None else OldRun(run.prefix, reason, _why_kept(state))
-    stays = old is None or bool(old.kept)
-    return _Judged(run, number, old, _named_by(run, state) if stays else frozenset())
+    return _Judged(run, number, old, _named_by(run, state))
 
 
 def _why_old(

@@ -1,5 +1,6 @@
 """One contract for every run store: a folder, S3 (moto's HTTP server on loopback), fsspec's memory."""
 
+import json
 import socket
 import uuid
 
@@ -9,8 +10,9 @@ from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.owner.prune import prune
 from envscaler_airflow.run.event_bodies import Failed, NewGeneration, StopRequested
-from envscaler_airflow.store import EventLog, check_store, deployment_of, open_store
+from envscaler_airflow.store import EventLog, RunKey, check_store, deployment_of, open_store
 from envscaler_airflow.store.run import Run
 
 BUCKET = "runs"
@@ -423,3 +425,33 @@ def test_a_bucket_that_is_not_there_is_an_error(s3_options):
             call()
     with pytest.raises(StoreError, match="must all see the same store"):
         check_store(typo)
+
+
+def test_an_old_run_is_removed_from_every_store(store):
+    """Files at the top, folders and events; a run that stays and reads its output protects it at first."""
+    old, reader = RunKey("dep", "dag", "old", "train"), RunKey("dep", "dag", "new", "score")
+    for key in (old, reader):
+        run = Run(store, key, snapshots=True)
+        run.write("run.json", json.dumps({"schema": "2.0", "key": key.to_dict()}).encode())
+        run.events.append(0, NewGeneration(generation=1, spec_hash="a"))
+        run.events.append(1, Failed(generation=1, reason="r"))
+        run.write("checkpoints/g1-step-00000001-a1/n0-c1/weights", b"123")
+        run.write("outputs/g1-a1-c1/model/manifest.json", b"{}")
+    Run(store, reader).write("spec-a.json", json.dumps({"uri": Run(store, old).uri("outputs/x")}).encode())
+
+    def is_old(prefix):
+        return prefix == old.prefix
+
+    whole = store.names("")
+    kept = list(prune(store, older_than_s=-1.0, applies_to=is_old, dry_run=True))
+    Run(store, reader).delete("spec-a.json")
+    gone = list(prune(store, older_than_s=-1.0, applies_to=is_old))
+
+    words = f"the run {reader.prefix} names its outputs or checkpoints"
+    assert [(one.prefix, one.kept, one.objects) for one in kept + gone] == [
+        (old.prefix, words, 5),
+        (old.prefix, "", 5),
+    ]
+    assert store.names("") == [
+        name for name in whole if not name.startswith(f"{old.prefix}/") and "spec-a" not in name
+    ]

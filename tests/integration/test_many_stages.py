@@ -21,8 +21,8 @@ from envscaler_airflow.store.run import Run
 
 STAGES = 20
 FAST = 120.0
-"""So many times faster is the owners' clock: a stage that finds too little space looks again after 10 s, at last after
-10 min, as recovery.py says."""
+"""So many times faster is the owners' clock: a stage that finds too little space looks again after 10 s, at
+last after 10 min, as recovery.py says."""
 SPEC = {
     "version": "v1",
     "name": "small",
