@@ -16,6 +16,7 @@ from envscaler_airflow.store.manifests import MOST_ENTRIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/explanation/security.md"
+POD_SIDECAR = "envscaler_airflow/backends/kubernetes/pod_sidecar.py"
 PACKAGES = ("envscaler_airflow", "agent/envscaler_agent")
 
 
@@ -101,6 +102,67 @@ def test_nothing_that_is_read_is_executed():
     assert {pair for pair in found if pair[1] in FORBIDDEN} == set(ALLOWED)
     assert torch
     assert all("weights_only=True" in call for call in torch)
+
+
+BY_PATH = {
+    *("open", "read_text", "read_bytes", "write_text", "write_bytes", "unlink", "rename", "rmdir", "mkdir"),
+    *(
+        "symlink_to",
+        "hardlink_to",
+        "chmod",
+        "touch",
+        "copy",
+        "copyfile",
+        "copytree",
+        "rmtree",
+        "move",
+        "rglob",
+    ),
+}
+"""Calls that open a name again, which a training may have replaced by then."""
+BELOW_A_FOLDER = re.compile(r"(item|mark|root|(.*\.)?folder)\.(open|rename)\(")
+"""Calls of ``Root`` and ``TreeFile``, which open below a descriptor."""
+BEFORE_THE_START = "before the training runs, which happens once"
+EXPECTED = {
+    "context.py:load_store_keys": "a mounted Secret",
+    "owner_watch.py:_boot_id": "of the kernel",
+    "pod_sidecar.py:prepare": "its parent is a mount; the mode is changed by _let_all_write",
+    "pod_sidecar.py:_let_all_write": "with O_NOFOLLOW",
+    "restore.py:_lay_back": BEFORE_THE_START,
+    "setup.py:_copy": BEFORE_THE_START,
+    "setup.py:_copy_output_in": BEFORE_THE_START,
+    "setup.py:_fetch_all": BEFORE_THE_START,
+    "setup.py:_landing": BEFORE_THE_START,
+    "setup.py:_lay_out": BEFORE_THE_START,
+    "setup.py:_link": BEFORE_THE_START,
+    "setup.py:_workdir": BEFORE_THE_START,
+    "setup.py:copy_in": BEFORE_THE_START,
+    "setup.py:_read": "a folder of the sidecar's own",
+    "setup.py:_write": "a folder of the sidecar's own",
+    "spool_state.py:__init__": "opened at once as a root, without a link on the way",
+    "spool_state.py:folder": "the same",
+    "spool_state.py:read": "layout.json, which the backend wrote",
+    "spool_state.py:_places": "a folder of the sidecar's own",
+    "spool_state.py:keep_start": "a folder of the sidecar's own",
+    "spool_state.py:start": "a folder of the sidecar's own",
+    "spool_state.py:update": "a folder of the sidecar's own",
+}
+"""Functions beside the training that use a path, and why no link of the training can lead them elsewhere."""
+
+
+def test_beside_the_training_files_are_opened_below_a_descriptor():
+    """Every other use of a path in the sidecar is listed with its reason (B1)."""
+    files = [*(ROOT / "envscaler_airflow/sidecar").glob("*.py"), ROOT / POD_SIDECAR]
+    found = set()
+    for path in files:
+        for function in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+                is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                is_by_path = is_call and node.func.attr in BY_PATH
+                if is_by_path and not BELOW_A_FOLDER.match(ast.unparse(node)):
+                    found.add(f"{path.name}:{function.name}")
+
+    assert found == set(EXPECTED)
 
 
 def test_no_process_is_started_through_a_shell():
