@@ -244,8 +244,26 @@ class FilesystemStore(DatedStore):
     def children(self, prefix: str) -> list[str]:
         """First parts of the names below *prefix*, sorted."""
         bare = check_prefix(prefix)
-        skip = len(bare) + 1 if bare else 0
-        return sorted({name[skip:].split("/", 1)[0] for name in self.names(bare)})
+        path = join(self._root, bare) or "/"
+        with self._store_errors(bare):
+            self._fs.invalidate_cache()
+            try:
+                entries = self._fs.ls(path, detail=True)
+            except FileNotFoundError:
+                return []
+            return sorted({name for entry in entries if (name := self._child(entry, path)) is not None})
+
+    def _child(self, entry: Mapping[str, Any], folder: str) -> str | None:
+        """Name of a folder's entry; None for the folder itself, and for what the store does not show.
+
+        Object stores list a folder only if it contains something; others show empty ones too.
+        """
+        path = str(entry["name"]).rstrip("/")
+        name = path.rpartition("/")[2]
+        if path == folder.rstrip("/") or not is_name(name):
+            return None
+        is_listed = entry["type"] != "directory" or getattr(self._fs, "async_impl", False)
+        return name if is_listed or next(self._walk(path), None) is not None else None
 
     def uri(self, name: str) -> str:
         """The URL of *name*."""

@@ -114,3 +114,18 @@ def test_a_server_that_cannot_be_reached_is_named(monkeypatch):
     with pytest.raises(StoreError, match="store ftp://host/x: ConnectionRefusedError: refused") as told:
         open_store("ftp://host/x")
     assert told.value.transient
+
+
+def test_the_first_level_is_listed_without_what_is_below(monkeypatch):
+    """A bucket with a million objects has a few folders at each level: only these are requested."""
+    store = open_store("memory://first-level")
+    for name in ("a/b/c/1", "a/b/d/2", "a/e", "f/g/h/3"):
+        store.write(name, b"1")
+    asked, real = [], type(store._fs).ls
+    monkeypatch.setattr(type(store._fs), "async_impl", True)  # as object stores are
+    monkeypatch.setattr(
+        type(store._fs), "ls", lambda fs, path, *more, **k: asked.append(path) or real(fs, path, *more, **k)
+    )
+
+    assert (store.children(""), store.children("a"), store.children("a/e")) == (["a", "f"], ["b", "e"], [])
+    assert len(asked) == 3
