@@ -286,7 +286,7 @@ def _between_attempts(state: RunState, facts: Facts) -> Action:
     if _is_over_budget(facts):
         return Action("fail", reason=_budget_words(facts), failure="budget")
     if last is None:
-        return Action("start", reason="first attempt of the generation")
+        return _after_earlier(state) or Action("start", reason="first attempt of the generation")
     return _after_stop(state, last) or after_failure(state, last, facts)
 
 
@@ -305,6 +305,14 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
     if last.stop_reason == "spec-changed":
         return Action("start", reason="the spec changed")
     return None
+
+
+def _after_earlier(state: RunState) -> Action | None:
+    """Return the end of a generation that was stopped while an attempt of an earlier one still ran."""
+    last = state.attempts[-1] if state.attempts else None
+    if last is None or last.stop_request is None or last.stop_request < state.cleared_number:
+        return None
+    return _final(last.stop_reason, last.stop_detail) if outcome_of(last.stop_reason).is_final else None
 
 
 def _final(why: str, reason: str) -> Action:

@@ -159,6 +159,7 @@ class SimCloud:
         offers: What is on offer.
         skew_s: What its clock is ahead of the true time, seconds.
         replaces: True for one that recreates lost nodes.
+        tells_time: True for one that reports its own time with each bill.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class SimCloud:
         offers: tuple[Offer, ...],
         node_type: NodeType,
         replaces: bool,
+        tells_time: bool = True,
         skew_s: float = 0.0,
     ) -> None:
         """Begin without machines; *store* is the simulated store."""
@@ -177,6 +179,7 @@ class SimCloud:
         self.offers = offers
         self.node_type = node_type
         self.replaces = replaces
+        self.tells_time = tells_time
         self.skew_s = skew_s
         self.attempts: dict[str, Attempt] = {}
         self.by_machine: dict[str, Node] = {}
@@ -463,7 +466,8 @@ class SimCloud:
             return None
         ended = node.ended_at
         end = None if ended is None else float(int(ended + self.skew_s))
-        return UsageInterval(node.node, float(int(node.began_at + self.skew_s)), end, self.now())
+        now = self.now() if self.tells_time else None
+        return UsageInterval(node.node, float(int(node.began_at + self.skew_s)), end, now)
 
 
 class SimBackend:

@@ -6,7 +6,7 @@ Nothing here decides by the project's own rules: each invariant is worked out ag
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -24,6 +24,9 @@ from tests.simulation.coverage import pair_of
 from tests.simulation.kernel import PAUSE_S, Machine, Violation, World
 from tests.simulation.store import Effect, SimClient, SimStore
 
+MOST_RENEWALS = 45
+"""Renewals of the lease, a minute apart, within which an owner answers a request. Chosen: the longest pause
+between two tries of an execution is 10 minutes."""
 LATEST_S = 120.0
 """How long a training that has to end may go on after its sidecar knows, seconds, beside grace and pauses.
 Chosen: a round of a simulated sidecar and the last upload."""
@@ -34,6 +37,7 @@ _OF_CLAIM = re.compile(r"(.+)/(?:status|metrics|logs)/(g\d+-a\d+-n\d+-c\d+)\b")
 _MANIFEST = re.compile(r"(.+)/checkpoints/([^/]+)/manifest-c(\d+)\.json\Z")
 _CONTROL = re.compile(r"(.+)/control/g(\d+)-a(\d+)\.json\Z")
 _CLAIM = re.compile(r"(.+)/claims/g(\d+)-a(\d+)-n(\d+)-(\d{6})\.json\Z")
+_LEASE = re.compile(r"(.+)/lease/run\.json\Z")
 _SPEC = re.compile(r".+/spec-[0-9a-f]+\.json\Z")
 _OUTPUT = re.compile(r".+/outputs/g(\d+)-a(\d+)-c(\d+)/")
 
@@ -91,6 +95,8 @@ class Invariants:
         self._writers: dict[str, str] = {}
         self._reported_at: dict[str, float] = {}
         self._told_at: dict[str, float] = {}
+        self._fenced: set[str] = set()
+        self._unanswered: Counter[tuple[str, int]] = Counter()
         store.watchers.append(self._changed)
         store.readers.append(self._read)
 
@@ -104,13 +110,7 @@ class Invariants:
 
     def _changed(self, effect: Effect) -> None:
         name = effect.name
-        if effect.data is not None and name.endswith((".json", ".jsonl")):
-            if b"NaN" in effect.data or b"Infinity" in effect.data:
-                fail("no-nan", f"{name} contains a number that is none")
-            if _SPEC.match(name) and self._writers.setdefault(name, str(hash(effect.data))) != str(
-                hash(effect.data)
-            ):
-                fail("frozen-spec", f"{name} was overwritten with another spec")
+        self._check_content(effect)
         if found := _EVENT.match(name):
             self._event(self.ledger(found[1]), effect)
         elif found := _OF_CLAIM.match(name):
@@ -120,11 +120,39 @@ class Invariants:
         elif found := _CONTROL.match(name):
             self._control(self.ledger(found[1]), (int(found[2]), int(found[3])), effect)
         elif found := _CLAIM.match(name):
-            key = (int(found[2]), int(found[3]), int(found[4]))
-            claims = self.ledger(found[1]).claims
-            if effect.kind != "create":
-                fail("claims", f"{name} was overwritten or deleted ({effect.kind})")
-            claims[key] = max(claims.get(key, 0), int(found[5]))
+            self._claimed(self.ledger(found[1]), found, effect)
+        elif found := _LEASE.match(name):
+            self._renewed(self.ledger(found[1]))
+
+    def _check_content(self, effect: Effect) -> None:
+        data = effect.data
+        if data is None or not effect.name.endswith((".json", ".jsonl")):
+            return
+        if b"NaN" in data or b"Infinity" in data:
+            fail("no-nan", f"{effect.name} contains a number that is none")
+        if _SPEC.match(effect.name):
+            digest = str(hash(data))
+            if self._writers.setdefault(effect.name, digest) != digest:
+                fail("frozen-spec", f"{effect.name} was overwritten with another spec")
+
+    def _claimed(self, ledger: Ledger, found: re.Match[str], effect: Effect) -> None:
+        """A claim is created once, and a machine claims its node once."""
+        key, number = (int(found[2]), int(found[3]), int(found[4])), found[5]
+        if effect.kind != "create":
+            fail("claims", f"{effect.name} was overwritten or deleted ({effect.kind})")
+        ledger.claims[key] = max(ledger.claims.get(key, 0), int(number))
+        mine = f"{ledger.prefix}/{key} on {effect.machine.name}"
+        if self._writers.setdefault(mine, number) != number:
+            fail("claims", f"{effect.machine.name} claims {key} as {self._writers[mine]} and {number}")
+
+    def _renewed(self, ledger: Ledger) -> None:
+        """An owner that is there answers what it is asked."""
+        live = ledger.state.live
+        for request in ledger.state.pending if live is not None and live.phase == "started" else ():
+            key = (ledger.prefix, request.number)
+            self._unanswered[key] += 1
+            if self._unanswered[key] > MOST_RENEWALS:
+                fail("answered", f"request {request.number} ({request.body.type}) is not answered")
 
     def _of_claim(self, claim: str, effect: Effect) -> None:
         """One claim per node: what is written under a claim is written by one machine."""
@@ -164,6 +192,8 @@ class Invariants:
             fail("one-owner", f"event {event.number} {event.type} is of {event.actor}, not of the owner")
         if isinstance(body, bodies.Succeeded):
             self._check_success(ledger, body)
+        if isinstance(body, bodies.NewGeneration):
+            self._check_generation(state, event, body)
         if isinstance(body, bodies.NewGeneration | bodies.NewOwner):
             self._check_clear(state, event)
 
@@ -188,6 +218,13 @@ class Invariants:
                 f"attempt {body.attempt} is intended by event {event.number} after the stop of event "
                 f"{ledger.stop}; the last clear is event {ledger.clear}",
             )
+
+    def _check_generation(self, state: RunState, event: Event, body: bodies.NewGeneration) -> None:
+        """A result that was not accepted is delivered again, and not trained again."""
+        lives = [None if one is None else one.life for one in (state.owner, event.actor)]
+        is_same = None not in lives and lives[0] == lives[1]
+        if state.status == "succeeded" and is_same and not state.accepted and "fresh" not in body.reason:
+            fail("accepted", f"generation {body.generation} begins, though no result was accepted")
 
     def _check_success(self, ledger: Ledger, body: bodies.Succeeded) -> None:
         last = ledger.state.attempts[-1] if ledger.state.attempts else None
@@ -248,7 +285,9 @@ class Invariants:
         self._check_deletion(ledger, name, node)
 
     def _check_deletion(self, ledger: Ledger, name: str, node: Node | None) -> None:
-        key = parse_checkpoint_name(name)
+        key, actor = parse_checkpoint_name(name), self.world.current
+        if actor is not None and actor.name in self._fenced:
+            fail("fence", f"{actor.name} deleted {name} after it had read the control of a later attempt")
         if key is None or node is None:
             fail("kept", f"{name} was deleted by no sidecar")
             return
@@ -292,7 +331,7 @@ class Invariants:
 
     def _read(self, client: SimClient, name: str, data: bytes | None) -> None:
         """Remember when a sidecar learns that its training has to end."""
-        if data is None or client.machine.name in self._told_at:
+        if data is None or "/control/" not in name:
             return
         node = self.cloud.by_machine.get(client.machine.name)
         if node is None:
@@ -301,8 +340,10 @@ class Invariants:
         found = _CONTROL.match(name)
         if not found or (int(found[2]), int(found[3])) <= mine:
             return
+        if self.world.current is not None:
+            self._fenced.add(self.world.current.name)
         if Control.from_json(data, where=name).action != "hold":
-            self._told_at[client.machine.name] = self.world.now
+            self._told_at.setdefault(client.machine.name, self.world.now)
 
     # At the end
 
@@ -314,6 +355,7 @@ class Invariants:
             self._check_overlaps(ledger)
             self._check_machines(ledger)
             self._check_money(ledger)
+            self._check_released(ledger)
             self._check_budget(ledger)
             self._check_blame(ledger)
         for attempt in self.cloud.attempts.values():
@@ -469,6 +511,17 @@ class Invariants:
                     f"attempt {attempt.key} ({attempt.outcome}) is reported with ${told:.4f}, its machines "
                     f"cost ${true:.4f}",
                 )
+
+    def _check_released(self, ledger: Ledger) -> None:
+        """Each execution repeats a release that failed."""
+        over, by_attempt = ledger.over_at, self._by_attempt(ledger)
+        if over is None or any(start < over and end > over - 1200.0 for start, end in self.cloud.away):
+            return
+        for attempt in ledger.state.attempts if ledger.state.number else ():
+            nodes = by_attempt.get(attempt.key, [])
+            is_gone = all(one.is_over and (one.ended_at or 0.0) < over - 3600.0 for one in nodes)
+            if attempt.unreleased and attempt.released_at is None and is_gone:
+                fail("released", f"attempt {attempt.key} was never released: {attempt.unreleased}")
 
     def _check_budget(self, ledger: Ledger) -> None:
         budget = ledger.state.begun.budget_usd

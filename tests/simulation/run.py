@@ -288,6 +288,7 @@ def _run(world: World, scenario: Scenario) -> None:
         offers=offers(),
         node_type=SimNode,
         replaces=scenario.replaces,
+        tells_time=world.stream("clocks").random() < 0.5,
         skew_s=skew(-100.0, 100.0),
     )
     invariants = Invariants(world, store, cloud, reap_every_s=REAP_EVERY_S)

@@ -137,3 +137,21 @@ def test_what_stops_before_any_node_runs_is_killed_at_once(why, states, kind):
     got = next_action(run(*RUNNING, stopping(why)), Facts(observed=Observed(nodes)))
 
     assert got.kind == kind
+
+
+@pytest.mark.parametrize("why", ["stop", "timeout"])
+def test_a_stop_that_an_attempt_of_the_generation_before_answered_ends_the_run(why):
+    """Cleared to start afresh, then cancelled while the old attempt still ran: nothing starts (A3)."""
+    stop = stopping(why, request=5)
+    events = [*RUNNING, begun(2, CLEARED), requested(why), stop, ended("drained", step=3)]
+
+    assert after(*events).kind == ("halt" if why == "stop" else "fail")
+
+
+def test_an_attempt_of_the_generation_before_that_has_to_go_ends_no_run():
+    """Cancelled, then cleared to start afresh while it saves: the new generation starts (A3)."""
+    before = [*RUNNING, requested(), stopping("stop", request=4), begun(2, CLEARED)]
+    alone = [*RUNNING, begun(2, CLEARED), stopping("stop")]
+
+    assert after(*before, ended("drained", step=3)).kind == "start"
+    assert after(*alone, ended("drained", step=3)).kind == "start"
