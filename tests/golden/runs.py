@@ -1,4 +1,4 @@
-"""Record ten runs of the owner on scripted machines, event by event.
+"""Record eleven runs of the owner on scripted machines, event by event.
 
 Each runs in a temporary store with a clock set by hand. Writers, hashes of specs and the store's place are
 replaced by names; the order of fields stays, so that the bytes of each event are frozen too.
@@ -28,6 +28,7 @@ from envscaler_airflow.owner.request import accept_delivery, request_move, reque
 from envscaler_airflow.owner.stage import Delivered, Stage, StoppedError, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.event_bodies import PruneIntended
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
@@ -333,6 +334,14 @@ def clear(run):
         again.resume(Wake("status"))
 
 
+def prune(run):
+    """A stage succeeds, and its run is removed from the store long afterwards."""
+    success(run)
+    log = Run(run.store, KEY).events
+    run.clock.advance(40 * 86_400)
+    log.append(log.load().number, PruneIntended(reason="succeeded 40 d ago"))
+
+
 RUNS = {
     "success": (success, {}),
     "spot-loss": (spot_loss, {"offers": (SPOT, LARGE)}),
@@ -344,6 +353,7 @@ RUNS = {
     "in-place": (in_place, {"policy": "vertical"}),
     "retry": (retry, {}),
     "clear": (clear, {}),
+    "prune": (prune, {}),
 }
 
 
