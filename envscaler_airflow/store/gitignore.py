@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol, cast
 
 MAX_RULES_BYTES = 1 << 20
 """Largest .gitignore that is read. Chosen: a hundred times the largest usual template."""
@@ -29,9 +30,18 @@ _CLASSES = {
 }  # fmt: skip
 
 
+_SLASH = ord("/")
+_FEW_STARS = 2
+"""Most stars of a pattern that ``re`` matches. Chosen: a name of 255 bytes is then tried in 65,000 ways."""
+
+
+class _Regex(Protocol):
+    def fullmatch(self, text: bytes, /) -> object | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    regex: re.Pattern[bytes]
+    regex: _Regex
     takes_back: bool
     is_for_folders: bool
     is_of_name: bool
@@ -82,14 +92,28 @@ def _pattern(line: bytes) -> _Pattern | None:
     text = text.removesuffix(b"/")
     is_of_name = b"/" not in text
     try:
-        regex = re.compile(_translate(text.removeprefix(b"/"), is_of_name=is_of_name), re.DOTALL)
+        regex = _compiled(_translate(text.removeprefix(b"/"), is_of_name=is_of_name), stars=text.count(b"*"))
     except (re.error, _NeverMatchesError):
         return None
     return _Pattern(regex, takes_back, is_for_folders, is_of_name) if text else None
 
 
+def _compiled(regex: bytes, *, stars: int) -> _Regex:
+    """Compile *regex* with RE2 if ``re`` could try too many ways: its time grows with a power of *stars*."""
+    if stars <= _FEW_STARS:
+        return re.compile(regex, re.DOTALL)
+    import re2  # noqa: PLC0415  (10 ms that most folders do without)
+
+    options = re2.Options()
+    options.encoding, options.dot_nl, options.log_errors = re2.Options.Encoding.LATIN1, True, False
+    try:
+        return cast("_Regex", re2.compile(regex, options))
+    except re2.error as err:  # too large for it
+        raise _NeverMatchesError from err
+
+
 class _NeverMatchesError(Exception):
-    """The pattern has an unclosed bracket or a trailing backslash."""
+    """The pattern has an unclosed bracket or a trailing backslash, or is too large."""
 
 
 def _translate(text: bytes, *, is_of_name: bool) -> bytes:
@@ -150,7 +174,11 @@ def _bracket(text: bytes, at: int) -> tuple[bytes, int]:
     inner = b"".join(parts)
     if is_negated:
         return b"[^/" + inner + b"]", at + 1 - start
-    return (b"(?!/)[" + inner + b"]" if inner else b"(?!)"), at + 1 - start
+    members = re.compile(b"[" + inner + b"]") if inner else None
+    codes = [code for code in range(256) if code != _SLASH and members and members.match(bytes((code,)))]
+    if not codes:
+        raise _NeverMatchesError
+    return b"[" + b"".join(b"\\x%02x" % code for code in codes) + b"]", at + 1 - start
 
 
 def _member(text: bytes, at: int) -> tuple[bytes, int]:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.store.archive import pack_workdir, unpack
+from envscaler_airflow.store.gitignore import parse
 
 FILES = [
     "train.py", "data.bin", "a b", "#c", "!d", "src/__init__.py", "src/pkg/__init__.py", "src/pkg/b.py",
@@ -167,3 +168,20 @@ def test_any_patterns_mean_what_git_means(tmp_path_factory, lines):
     folder = repository(tmp_path_factory.mktemp("repository"), root="\n".join(lines))
 
     assert shipped(folder, tmp_path_factory) == kept_by_git(folder)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hit", "miss"),
+    [
+        ("a*" * 20 + "b", "a" * 250 + "b", "a" * 250),
+        ("**/x/" * 10 + "y", "x/" * 200 + "y", "x/" * 200 + "z"),
+        ("[!x]*[a-c]*[[:digit:]]*", "ya1" + "\n\udcff", "xa1"),
+        ("a b*?*.\\!*", "a bc.!", "a b.!"),
+    ],
+)
+def test_patterns_of_many_stars_take_linear_time(pattern, hit, miss):
+    """A matcher that backtracks would need years for the first (B1)."""
+    found = parse(pattern.encode())
+
+    assert found.verdict(hit, is_folder=False)
+    assert found.verdict(miss, is_folder=False) is None
