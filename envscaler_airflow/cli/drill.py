@@ -298,7 +298,7 @@ class _Drill:
             usd_per_hour=None if live is None else live.allocation.usd_per_hour,
             nodes=tuple(None if node is None else _reported(node) for node in said),
             lease=self.run.lease.known().counter,
-            usd=run_bill(state, now=self.run.now()).usd,
+            usd=_usd_by_attempt(state, now=self.run.now()),
         )
 
     def _await_steady(self, fault: Fault) -> Sample:
@@ -482,6 +482,16 @@ class _Drill:
                 return (body.reason or "without a reason") if isinstance(body, MoveRefused) else ""
             self.sleep(POLL_S)
         raise CannotError(f"the owner gave no answer within {duration_text(self.bounds.replace_s)}")
+
+
+def _usd_by_attempt(state: RunState, *, now: float) -> dict[tuple[int, int], float | None]:
+    """Cost so far of each attempt, its changes in place included; None: unknown."""
+    found: dict[tuple[int, int], float | None] = {}
+    for line in run_bill(state, now=now).lines:
+        key = (line.use.generation, line.use.attempt)
+        before = found.get(key, 0.0)
+        found[key] = None if before is None or line.usd is None else before + line.usd
+    return found
 
 
 def _reported(node: Status) -> NodeSample:

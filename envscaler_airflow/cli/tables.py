@@ -201,7 +201,7 @@ def print_rehearsals(found: Sequence[Rehearsal], console: Console | None = None)
             one.fault,
             *("-" if value is None else f"{value:.1f} s" for value in seconds),
             "-" if one.steps_lost is None else f"{one.steps_lost} steps",
-            number(one.usd_lost, ".4f"),
+            _cost(one.usd_lost, None),
             one.before or "-",
             one.after or "-",
             "passed" if one.is_passed else "missed",

@@ -5,8 +5,9 @@ Samples of the run before and after the fault in, a :class:`Rehearsal` out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
@@ -89,7 +90,7 @@ class Sample:
         usd_per_hour: Price of that; None: unknown.
         nodes: What each of its nodes last reported; None before the first report.
         lease: The counter of the lease.
-        usd: Cost of the run so far; None: unknown.
+        usd: Cost so far by attempt, ``(generation, number)``; None: unknown.
     """
 
     at_s: float
@@ -101,7 +102,7 @@ class Sample:
     usd_per_hour: float | None = None
     nodes: tuple[NodeSample | None, ...] = ()
     lease: int = 0
-    usd: float | None = None
+    usd: Mapping[tuple[int, int], float | None] = field(default_factory=dict)
 
     @property
     def head(self) -> NodeSample | None:
@@ -327,20 +328,24 @@ def _last_trained(before: Sample, seen: Sequence[Sample]) -> Sample:
 def _usd_lost(trained: Sample, last: Sample, steps_lost: int | None, *, trains_s: float) -> float | None:
     """Cost from the last step before the pause to the first one after it, and that of the repeated steps.
 
-    *trains_s*: for how long it has trained again at the *last* sample.
+    *trains_s*: for how long it has trained again at the *last* sample. The bill of a lost machine
+    ends when it was last seen alive, which may be before the fault.
     """
-    if None in (trained.usd, last.usd, last.usd_per_hour, steps_lost):
-        return None
+    spent = [_more(trained.usd.get(attempt, 0.0), usd) for attempt, usd in last.usd.items()]
+    known = [usd for usd in spent if usd is not None]
     step_s = None if trained.head is None else trained.head.step_s
+    if not spent or len(known) < len(spent) or last.usd_per_hour is None or steps_lost is None:
+        return None
     again = 0.0
     if steps_lost:
         if step_s is None or trained.usd_per_hour is None:
             return None
         again = steps_lost * step_s * trained.usd_per_hour / SECONDS_PER_HOUR
-    spent = (
-        (last.usd or 0.0) - (trained.usd or 0.0) - trains_s * (last.usd_per_hour or 0.0) / SECONDS_PER_HOUR
-    )
-    return max(0.0, spent) + again
+    return max(0.0, math.fsum(known) - trains_s * last.usd_per_hour / SECONDS_PER_HOUR) + again
+
+
+def _more(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else max(0.0, after - before)
 
 
 def _named(sample: Sample) -> str:

@@ -33,7 +33,7 @@ def at(at_s, *nodes, attempt=1, **more):
         "is_started": True,
         "allocation": "local/cpu-1",
         "usd_per_hour": 3.6,
-        "usd": at_s / 1000 + 1,
+        "usd": {(1, 1): 1 + at_s / 1000} if attempt == 1 else {(1, 1): 1.0, (1, 2): at_s / 1000},
     }
     return Sample(at_s, nodes=nodes, **(fields | more))
 
@@ -124,6 +124,22 @@ def test_a_new_claim_of_the_node_is_a_replacement_within_the_attempt():
 
     assert (found.detect_s, found.resume_s, found.steps_lost) == (5, 12, 20)
     assert found.is_passed
+
+
+def test_a_lost_machine_that_is_billed_until_it_was_last_seen_makes_nothing_cheaper():
+    """Five seconds less than was thought; the pause of the next machine costs what it costs."""
+    usd = {(1, 1): 0.995, (1, 2): 0.030}
+
+    found = shown("lose-node", at(30, node(81, start=80), attempt=2, usd=usd))
+
+    assert found.usd_lost == pytest.approx(0.030 + 0.010)
+
+
+def test_what_is_not_priced_has_no_cost():
+    """Steps that cannot be priced are not free."""
+    before = replace(BEFORE, usd_per_hour=None)
+
+    assert shown("lose-node", at(30, node(81, start=80), attempt=2), before=before).usd_lost is None
 
 
 def test_another_node_s_replacement_may_throw_node_0_back_without_an_end_of_its_own():
@@ -217,12 +233,12 @@ def test_a_fault_without_effect_is_no_pass():
 def test_a_move_pauses_from_the_last_step_before_it_to_the_first_after_it():
     """It trains on until it drains at 10 s, at step 130, and steps on the new machine at 50 s.
 
-    What that step cost is what the pause of 40 s cost.
+    The first machine is paid for 10 s of the pause of 40 s, the second one for the other 30.
     """
     seen = [
         at(10, node(130, sequence=2, saved=130), is_started=False),
         at(20, node(130, sequence=3, saved=130, phase="draining"), is_started=False),
-        at(50, node(131, start=130), attempt=2, allocation="local/cpu-2"),
+        at(50, node(131, start=130), attempt=2, allocation="local/cpu-2", usd={(1, 1): 1.02, (1, 2): 0.03}),
     ]
 
     found = shown("change-type", *seen, target="local/cpu-2", detect_s=2.0)
@@ -257,8 +273,8 @@ def test_a_change_in_place_pauses_nothing():
 
 def test_what_is_unknown_stays_unknown():
     """Neither price nor restart step are reported: no amount is made up, nor a loss of nothing."""
-    before = replace(BEFORE, usd=None)
-    found = shown("lose-node", at(30, node(81, start=None), attempt=2, usd=None), before=before)
+    last = at(30, node(81, start=None), attempt=2, usd={(1, 1): None, (1, 2): 0.03})
+    found = shown("lose-node", last)
 
     assert (found.steps_lost, found.committed_steps_lost, found.usd_lost) == (None, None, None)
 
