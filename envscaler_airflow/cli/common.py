@@ -102,7 +102,11 @@ def store_option(command: _F) -> _F:
     """Add ``--store URL`` and hand the command an open store as ``store``."""
 
     @click.option(
-        "--store", "store_url", default=default_store_url, show_default="the user's folder", help="Run store."
+        "--store",
+        "store_url",
+        default=default_store_url,
+        show_default="ENVSCALER_STORE_URL, or a folder of the user",
+        help="Run store.",
     )
     @functools.wraps(command)
     def opened(*args: Any, store_url: str, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ def _tell(image: str, digest: str | None, *, as_json: bool) -> None:
 )
 @output_option
 def agent_wheel_command(*, out: Path, as_json: bool) -> None:
-    """Write the wheel of envscaler-agent that belongs to this package, for training images.
+    """Write the wheel of envscaler-agent that belongs to this package into this folder, for training images.
 
     Install it into an image whose own code imports envscaler_agent; stages need no installation.
     """

@@ -18,17 +18,17 @@ from envscaler_airflow.cli.common import (
     store_option,
 )
 from envscaler_airflow.cli.follow import OutputReader, marked
-from envscaler_airflow.cli.foreground import SILENT_S, owner_of, shown_status
+from envscaler_airflow.cli.foreground import OWNER, SILENT_S, owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
-from envscaler_airflow.images.locks import container_image
+from envscaler_airflow.images.locks import LOCK, container_image
 from envscaler_airflow.owner.report import run_bill, run_report
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import explain as in_words
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.run import Run, run_prefixes
+from envscaler_airflow.store.run import RUN, Run, run_prefixes
 
 
 @click.command()
@@ -96,7 +96,8 @@ def status(
     ``orphaned``: no owner watches the run; cancel it, or start it again by its name.
     """
     if run is None:
-        rows = [_row(Run(store, prefix)) for prefix in run_prefixes(store) if not match or match in prefix]
+        found = (_row(Run(store, prefix)) for prefix in run_prefixes(store) if not match or match in prefix)
+        rows = [row for row in found if row is not None]
         rows = [row for row in rows if not statuses_asked or row.status in statuses_asked]
         rows = [row for row in rows if since_s is None or (row.age_s is not None and row.age_s <= since_s)]
         is_filtered = bool(statuses_asked or match or since_s is not None)
@@ -108,13 +109,13 @@ def status(
         else:
             click.echo(f"no run of that kind in {store.url}" if is_filtered else f"no run in {store.url}")
         return
-    found, state = followed(store, run)
-    row = _described(found, state)
-    said = statuses(found, state.current) if state.current else []
-    waits = found.lease.known().waits if state.live is not None else ""
-    parameters = found.parameters(state.spec_hash)
+    one, state = followed(store, run)
+    row = _described(one, state)
+    said = statuses(one, state.current) if state.current else []
+    waits = one.lease.known().waits if state.live is not None else ""
+    parameters = one.parameters(state.spec_hash)
     if as_json:
-        body = {**run_report(state, now=found.now()).to_dict(), **row.to_dict()}
+        body = {**run_report(state, now=one.now()).to_dict(), **row.to_dict()}
         nodes = [json.loads(node.to_json()) for node in said if node is not None]
         click.echo(json.dumps({**body, "parameters": parameters, "nodes": nodes, "waits": waits}))
     else:
@@ -130,15 +131,17 @@ def _known_statuses(given: tuple[str, ...]) -> tuple[str, ...]:
     return asked
 
 
-def _row(run: Run) -> RunRow:
-    """A run in a list: ``container``, or ``unreadable``, where nothing more is known."""
+def _row(run: Run) -> RunRow | None:
+    """A run in a list: ``container``, or ``unreadable`` with the reason; None for what is not of a run."""
     try:
         state = run.events.load()
         if state.status == "none" and container_image(run) is not None:
             return RunRow(run.prefix, "container")
+        if state.status == "none" and all(run.size(name) is None for name in (RUN, OWNER, LOCK)):
+            return None
         return _described(run, state)
-    except ProtocolError:
-        return RunRow(run.prefix, "unreadable")
+    except ProtocolError as err:
+        return RunRow(run.prefix, "unreadable", RunState(reason=str(err)))
 
 
 def _described(run: Run, state: RunState) -> RunRow:

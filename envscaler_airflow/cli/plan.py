@@ -120,7 +120,7 @@ def plan_command(
     --target vm, show what is missing, and then the offers to rent.
     """
     if options["job_name"] == "list":
-        print_jobs()
+        print_jobs(as_json=options["as_json"])
         return
     _check_together(options)
     spec = source.load(target).spec
@@ -132,6 +132,7 @@ def plan_command(
     has_none = options["strategy"] == "deadline" and options["deadline"] is None
     notes = [
         *(["no --deadline was given: --strategy deadline is cost here"] if has_none else []),
+        *_unused(options, made),
         *_missing_on_vm(spec, target),
         *made.notes,
         *unknown_gpus(needs, table),
@@ -156,6 +157,16 @@ def _check_together(options: Mapping[str, Any]) -> None:
                 raise SpecError(
                     f"{option} says nothing without a speed: add --job NAME (--job list has the names)"
                 )
+
+
+def _unused(options: Mapping[str, Any], made: Plan) -> list[str]:
+    """The limits that say nothing where the time that the stage takes is unknown."""
+    if made.chosen is None or made.chosen.estimate is not None:
+        return []
+    limits = (("--budget", "budget_usd"), ("--deadline", "deadline"), ("--value-of-hour", "value_of_hour"))
+    given = ", ".join(option for option, name in limits if options[name])
+    why = "how long the stage takes is unknown: add --job NAME and --work UNITS (--job list has the names)"
+    return [f"{given}: without effect, since {why}"] if given else []
 
 
 def _told_missing(spec: EnvSpec, target: str | None, *, as_json: bool) -> bool:
@@ -292,8 +303,13 @@ def overheads_of(spec: EnvSpec) -> Overheads:
     return Overheads(START_S, START_STDEV_S, CHECKPOINT_S if spec.checkpoint else 0.0, every)
 
 
-def print_jobs() -> None:
+def print_jobs(*, as_json: bool) -> None:
     """What ``--job`` takes."""
+    if as_json:
+        names = ("name", "title", "unit", "is_measured", "source")
+        found = [{name: getattr(item, name) for name in names} for item in jobs().values()]
+        click.echo(json.dumps({"jobs": found}, indent=1))
+        return
     columns = ("JOB", "WHAT", "WORK IN", "SPEED", "SOURCE")
     lines = [
         (item.name, item.title, item.unit, "measured" if item.is_measured else "datasheet", item.source)

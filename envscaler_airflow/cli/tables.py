@@ -17,7 +17,7 @@ from envscaler_airflow.owner.report import Report, outcome_text
 from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.run import RunState
 from envscaler_airflow.run.cost import Bill
-from envscaler_airflow.run.narration import allocation_name, printable, totals, transfer_text
+from envscaler_airflow.run.narration import allocation_name, how_of, printable, totals, transfer_text
 from envscaler_airflow.run.rehearsal import Rehearsal
 
 LEAST_COLUMNS = 80
@@ -102,6 +102,9 @@ def print_runs(rows: Sequence[RunRow], console: Console | None = None) -> None:
             current.allocation.name if current else "-",
         )
     console.print(table)
+    for row in rows:
+        if row.status == "unreadable":
+            console.print(f"{row.prefix}: {printable(row.state.reason)}")
 
 
 def print_run(
@@ -155,7 +158,7 @@ def _node_line(node: Status) -> str:
     loss = f", loss {progress.loss:.4g}" if progress.loss is not None else ""
     message = f": {printable(node.message)}" if node.message else ""
     moving = f", {words}" if (words := transfer_text(node)) else ""
-    return f"node {node.node}: {node.phase}{moving}, {node.health}, step {step}{speed}{loss}{message}"
+    return f"node {node.node}: {node.phase}{moving}, {how_of(node)}, step {step}{speed}{loss}{message}"
 
 
 def print_report(report: Report, console: Console | None = None) -> None:

@@ -104,10 +104,13 @@ def with_image(spec: EnvSpec, *, image: str | None, repository: str | None) -> E
     if has_base and not spec.system_packages and requirements.is_empty:
         return spec
     if repository is None:
-        why = "it installs packages on its base" if has_base else "it names no base.image"
+        why = "the spec names no base.image"
+        if has_base:
+            why = "its packages are not in base.image, and no image with them is known"
         raise SpecError(
-            f"{spec.name}: no image to run: {why}; set image_repository to where `envscaler build` puts "
-            "images, or name one as base.image, or as image of the deployment (`envscaler submit --image`)"
+            f"{spec.name}: a pod needs an image, and none is known: {why}; build one with `envscaler build "
+            "--push` and name its repository as image_repository, or name one that has everything: base.image, "
+            "or --image (`envscaler submit --image`)"
         )
     return _based_on(image_name(spec, requirements, repository), spec)
 

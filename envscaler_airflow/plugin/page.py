@@ -23,7 +23,7 @@ from envscaler_airflow.plugin.page_facts import MOST_NODES, Answer, RunFacts
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.run.cost import Bill, Split
-from envscaler_airflow.run.narration import transfer_text
+from envscaler_airflow.run.narration import how_of, transfer_text
 from envscaler_airflow.scaling import Check
 
 MOST_ATTEMPTS = 100
@@ -159,7 +159,7 @@ def _in_turn(texts: Iterable[str]) -> str:
 
 def _node(status: Status) -> tuple[str, str]:
     progress = status.progress
-    parts = [part for part in (status.phase, transfer_text(status), status.health) if part]
+    parts = [part for part in (status.phase, transfer_text(status), how_of(status)) if part]
     if progress.step is not None:
         parts.append(f"step {progress.step}")
     parts += [

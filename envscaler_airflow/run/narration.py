@@ -60,6 +60,11 @@ def transfer_text(status: Status) -> str:
     return f"{what}: {percent} % of {bytes_text(moving.total_bytes)}"
 
 
+def how_of(status: Status) -> str:
+    """``ok``, ``stalled``, ...; how its command ended for a node that has ended, which is not ``ok``."""
+    return status.health if status.ended is None else status.ended.reason
+
+
 def printable(text: str) -> str:
     """Return *text* on one line without terminal control characters: parts come from the training's side."""
     return "".join(char if char.isprintable() else " " for char in text)

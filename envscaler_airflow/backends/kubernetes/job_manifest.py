@@ -120,9 +120,22 @@ def job_artefact(request: AttemptRequest, settings: Settings) -> Artefact:
         f"What `envscaler submit` sends for attempt {request.attempt} of {request.run_prefix}.",
         "submit also chooses the nodes, and makes the Job the owner of the other objects.",
         *([f"submit also creates the Secret {part['name']} with {keys}."] if keys else []),
+        *_unreachable_store(request.store_url, settings),
     ]
     documents = [*part.get("claims", ()), part["config_map"], part["job"]]
     return Artefact("job.yaml", comment(notes) + yaml_text(*documents))
+
+
+def _unreachable_store(store_url: str, settings: Settings) -> list[str]:
+    """What to change where the run store is a folder that no pod has; empty where pods reach it."""
+    path, mount = store_url.removeprefix("file://"), settings.store_mount.rstrip("/")
+    if path == store_url or (settings.store_volume and f"{path}/".startswith(f"{mount}/")):
+        return []
+    return [
+        f"Pods cannot reach the run store {store_url}: it is a folder of this machine. Set the volume that",
+        f"has it (store_volume, mounted at {mount}) in --config, or name another one, such as",
+        "ENVSCALER_STORE_URL=s3://bucket/path.",
+    ]
 
 
 def render_parts(
@@ -353,7 +366,8 @@ class _Attempt:
         image = self.settings.image or self.launch.image
         if not image:
             raise SpecError(
-                f"{self.request.run_label}: no image to run; write base: {{image: python:3.11-slim}}"
+                f"{self.request.run_label}: a pod needs an image, and none is named; write "
+                "base: {image: python:3.11-slim}"
             )
         return image
 

@@ -79,6 +79,26 @@ def test_a_torn_run_is_listed_beside_the_others(call, store, name):
     assert sorted(listed.values()).count("unreadable") == 1
 
 
+def test_a_torn_run_says_what_is_wrong_with_it(call, store):
+    """In the list for people, and as the reason for tools (F6)."""
+    store.write(f"{BEGUN}/{event_name(1)}", b"{")
+
+    shown = call("status").stdout
+    [reason] = [one["reason"] for one in json.loads(call("status", "--json").stdout) if one["run"] == BEGUN]
+
+    assert f"{BEGUN}: {reason}" in shown
+    assert event_name(1) in reason
+
+
+def test_what_is_no_run_is_not_listed(call, store):
+    """Another program's files in the folder that is given as a store (F6)."""
+    before = [one["run"] for one in json.loads(call("status", "--json").stdout)]
+    for name in ("a/b/c/d/photo.jpg", "a/b/c/d/e/photo.jpg", "a/b/c/d/e/events.txt"):
+        store.write(name, b"x")
+
+    assert [one["run"] for one in json.loads(call("status", "--json").stdout)] == before
+
+
 @pytest.mark.parametrize("name", ["v1.2 of today", "a/b", "%41", "..", "x" * 100])
 def test_a_run_is_found_by_the_name_that_it_was_given(call, store, name):
     """As given to ``submit --name``, and as its folder is written; another name finds nothing."""

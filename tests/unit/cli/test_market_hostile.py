@@ -146,6 +146,19 @@ def test_without_money_only_what_is_free_will_do(shell):
     assert [item["name"] for item in free["candidates"]] == ["own/box/on-demand"]
 
 
+def test_a_limit_without_a_known_time_says_that_it_has_no_effect(shell):
+    """A budget is compared with the cost of the whole stage, which only a known job has (E5)."""
+    note = (
+        "--budget, --value-of-hour: without effect, since how long the stage takes is unknown: add --job NAME"
+    )
+
+    told = shell("plan", "--budget", "5", "--value-of-hour", "1").output
+    known = shell("plan", "--budget", "5", "--job", "resnet50-imagenet", "--work", "1000").output
+
+    assert note in told
+    assert "without effect" not in known
+
+
 def test_a_strategy_of_deadlines_without_one_says_so(shell):
     """It is planned as the cheapest."""
     assert "no --deadline was given" in shell("plan", "--strategy", "deadline").output

@@ -53,7 +53,7 @@ def shell(tmp_path, monkeypatch):
         ("status --store sftp://h/x", 'requires "paramiko" to be installed; install what it names'),
         ("registry pull team/x@1", "; `envscaler registry list` lists what is published"),
         ("submit --image i", "`kubectl config get-contexts` lists the contexts; name the file by KUBECONFIG"),
-        ("submit", "as image of the deployment (`envscaler submit --image`)"),
+        ("submit", "or --image (`envscaler submit --image`)"),
         ("status --store /no/store", "it is not mounted here; mount it, or name the store"),
     ],
 )  # fmt: skip

@@ -184,6 +184,8 @@ def test_jobs_are_listed(shell):
     assert got.exit_code == 0, got.output
     assert "llm-7b-lora" in got.output
     assert "AdaptDL" in got.output
+    [first, *_] = json.loads(shell("plan", "--job", "list", "--json").output)["jobs"]
+    assert (first["name"], first["is_measured"]) == ("resnet50-imagenet", True)
 
 
 def test_what_runs_found_sold_out_is_passed_over(shell, tmp_path):

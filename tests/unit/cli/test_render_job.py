@@ -36,6 +36,18 @@ def pod_of(documents: dict[str, dict]) -> dict:
     return documents["Job"]["spec"]["template"]["spec"]
 
 
+def test_a_store_that_no_pod_reaches_is_named(monkeypatch):
+    """A folder of this machine, unless the settings mount the volume that has it (F6)."""
+    words = "# Pods cannot reach the run store file:///srv/runs: it is a folder of this machine."
+    mounted = KubernetesBackend(image="train:1", store_volume="runs", store_mount="/srv")
+    found = {}
+    for url in ("file:///srv/runs", "s3://bucket/runs"):
+        monkeypatch.setenv("ENVSCALER_STORE_URL", url)
+        found[url] = [words in render_attempt(stage(), one)[0].text for one in (SETTINGS, mounted)]
+
+    assert found == {"file:///srv/runs": [True, False], "s3://bucket/runs": [False, False]}
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", ["short", "long", "hostile", "wide"])
 def test_manifests_are_valid_and_have_no_unknown_field(name, version, monkeypatch):
@@ -114,5 +126,5 @@ def test_what_submit_refuses_is_refused():
     """A stage that runs nothing, and one whose image is not known."""
     with pytest.raises(SpecError, match="entrypoint: is empty"):
         shown(stage(entrypoint=[]))
-    with pytest.raises(SpecError, match="no image to run"):
+    with pytest.raises(SpecError, match="needs an image"):
         shown(stage(runtimes=[{"type": "python", "packages": ["attrs"]}]), KubernetesBackend())

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from envscaler_agent.protocol import Status, Transfer
+from envscaler_agent.protocol import Ended, Progress, Status, Transfer
 from envscaler_airflow.cli.market import print_table
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.owner.report import AttemptReport, Report
@@ -47,9 +47,11 @@ def test_a_node_says_how_far_a_transfer_is(capsys):
     """In ``envscaler status`` (F6)."""
     moving = Transfer("uploading", "checkpoint 440", 37, 100)
 
-    print_run(RunRow("d/run", "active"), [Status(phase="running", transfer=moving)])
+    over = Status(node=1, phase="ended", progress=Progress(step=7), ended=Ended(reason="killed", signal=9))
+    print_run(RunRow("d/run", "active"), [Status(phase="running", transfer=moving), over])
 
     said = " ".join(capsys.readouterr().out.split())
+    assert "node 1: ended, killed, step 7" in said
     assert "node 0: running, uploading checkpoint 440: 37 % of 100 bytes, ok, step -" in said
 
 

@@ -74,11 +74,16 @@ def test_the_deployments_image_is_that_of_every_stage(spec):
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [(BASE + INSTALLS, "it installs packages on its base"), ("", r"it names no base\.image")],
+    [
+        (BASE + INSTALLS, "its packages are not in base.image, and no image with them is known"),
+        ("", r"the spec names no base\.image"),
+    ],
 )
 def test_nothing_is_run_without_its_packages(spec, text, why):
     """The message says what to set."""
-    with pytest.raises(SpecError, match=f"My_Stage: no image to run: {why}; set image_repository"):
+    with pytest.raises(
+        SpecError, match=f"My_Stage: a pod needs an image, and none is known: {why}; build one"
+    ):
         with_image(spec(text), image=None, repository=None)
 
 

@@ -71,7 +71,7 @@ def test_a_stage_on_a_cluster_runs_in_an_image_that_has_its_packages(world, tmp_
     )
 
     assert made.spec.base.image.startswith("registry.example.com/team/train:env-")
-    with pytest.raises(SpecError, match="no image to run"):
+    with pytest.raises(SpecError, match="needs an image"):
         asked.stage_of(operator, context, begun=None, backend=KubernetesBackend())
 
 

@@ -314,7 +314,7 @@ def test_a_layout_over_a_megabyte_is_refused():
 
 def test_a_stage_without_an_image_is_refused():
     """There is nothing to run."""
-    with pytest.raises(SpecError, match="no image to run"):
+    with pytest.raises(SpecError, match="needs an image"):
         render_attempt(request_for(spec={}), Settings())
 
 
