@@ -80,7 +80,7 @@ def test_a_torn_run_is_listed_beside_the_others(call, store, name):
 
 
 def test_a_torn_run_says_what_is_wrong_with_it(call, store):
-    """In the list for people, and as the reason for tools (F6)."""
+    """Below the human-readable list, and as the reason in JSON (F6)."""
     store.write(f"{BEGUN}/{event_name(1)}", b"{")
 
     shown = call("status").stdout
