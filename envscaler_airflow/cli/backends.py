@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ import yaml
 
 from envscaler_airflow.backends import BackendType, ShellOption, all_backends, backend_type
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.cli.common import NOT_NEGATIVE, output_option, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, echo_json, output_option, store_option
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.owner.reap import reap as reap_attempts
 from envscaler_airflow.store.base import Store
@@ -137,7 +136,7 @@ def reap(*, store: Store, backend: Backend, dry_run: bool, grace_s: float, as_js
         if not as_json:
             click.echo(f"{orphan.handle.name}: {orphan.reason}")
     if as_json:
-        click.echo(json.dumps({"dry_run": dry_run, "orphans": found}))
+        echo_json({"dry_run": dry_run, "orphans": found})
         return
     click.echo(f"{len(found)} {'would go' if dry_run else 'gone'}")
 
@@ -173,6 +172,6 @@ def rbac(*, as_json: bool, namespace: str, account: str, nodes: bool, all_pods: 
             )
     documents = security.rbac(namespace, account=account, nodes=nodes, all_pods=all_pods)
     if as_json:
-        click.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
+        echo_json({"apiVersion": "v1", "kind": "List", "items": documents})
         return
     click.echo(yaml.safe_dump_all(documents, sort_keys=False), nl=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ import click
 from envscaler_airflow.backends import backend_names
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.backends import shell_backend
-from envscaler_airflow.cli.common import duration_option, output_option, store_option
+from envscaler_airflow.cli.common import duration_option, echo_json, output_option, store_option
 from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.foreground import (
     SILENT_S,
@@ -61,9 +60,7 @@ def cancel(run: str, *, wait: bool, as_json: bool, store: Store) -> None:
         click.echo(f"{found.prefix}: {state.status}, there is nothing to stop", err=as_json)
     if as_json:
         after = found.events.load()
-        click.echo(
-            json.dumps({"run": found.prefix, "did": done, "status": after.status, "reason": after.reason})
-        )
+        echo_json({"run": found.prefix, "did": done, "status": after.status, "reason": after.reason})
 
 
 @dataclass(slots=True)
@@ -229,7 +226,7 @@ def prune(
     interrupted is finished by the next call.
     """
     if lifecycle:
-        click.echo(json.dumps(_lifecycle(store.url, older_than_s), indent=2))
+        echo_json(_lifecycle(store.url, older_than_s), indent=2)
         return
     found = []
     for old in prune_runs(
@@ -239,7 +236,7 @@ def prune(
         if not as_json:
             click.echo(_line(old))
     if as_json:
-        click.echo(json.dumps({"dry_run": not yes, "runs": [asdict(old) for old in found]}))
+        echo_json({"dry_run": not yes, "runs": [asdict(old) for old in found]})
         return
     gone = [old for old in found if not old.kept]
     total = f"{sum(old.objects for old in gone)} objects, {bytes_text(sum(old.size_bytes for old in gone))}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import time
@@ -15,7 +14,7 @@ import click
 from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.catalog.prices import PriceCache
 from envscaler_airflow.catalog.sources import cache_dir
-from envscaler_airflow.cli.common import output_option
+from envscaler_airflow.cli.common import echo_json, output_option
 from envscaler_airflow.cli.market import (
     ARCHES,
     CAPACITIES,
@@ -89,7 +88,7 @@ def refresh(
     if as_json:
         price_lists = [one.to_dict() for one in cache.price_lists()]
         sizes = {"rows": len(table), "types": len(table.kinds), "folder": str(cache.folder)}
-        click.echo(json.dumps({**sizes, "failed": failed, "price_lists": price_lists}))
+        echo_json({**sizes, "failed": failed, "price_lists": price_lists})
     else:
         click.echo(f"catalog: {len(table)} rows of {len(table.kinds)} types in {cache.folder}")
     if failed:
@@ -126,7 +125,7 @@ def show(*, as_json: bool) -> None:
     now = time.time()
     price_lists = PriceCache(cache_dir()).price_lists()
     if as_json:
-        click.echo(json.dumps([{"age_s": one.at and now - one.at, **one.to_dict()} for one in price_lists]))
+        echo_json([{"age_s": one.at and now - one.at, **one.to_dict()} for one in price_lists])
         return
     click.echo(f"snapshot: {packaged().label}")
     for price_list in price_lists:
@@ -210,9 +209,7 @@ def offers_command(
         offers = [item.allocation.offer for item in found.candidates[:limit]]
         terms = committed(offers)
         bodies = [_body(offer, table, terms.get(offer.name, {})) for offer in offers]
-        click.echo(
-            json.dumps({"offers": bodies, "label": table.label, "notes": fault_notes(table.faults)}, indent=1)
-        )
+        echo_json({"offers": bodies, "label": table.label, "notes": fault_notes(table.faults)}, indent=1)
         return
     lines = []
     for item, count in places(found.candidates)[:limit]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import json
 import math
 import os
 import sys
@@ -18,6 +19,7 @@ import click
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.local_files import data_folder, user_name
+from envscaler_airflow.planning.amounts import rounded_money
 from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
 from envscaler_airflow.store.run import Run, run_prefixes
@@ -90,6 +92,11 @@ def output_option(command: _F) -> _F:
         return command(*args, as_json=is_json or output_form == "json", **kwargs)
 
     return cast("_F", with_output)
+
+
+def echo_json(body: Any, *, indent: int | None = None) -> None:
+    """Print *body* for tools on standard output, its money rounded."""
+    click.echo(json.dumps(rounded_money(body), indent=indent))
 
 
 def default_store_url() -> str:

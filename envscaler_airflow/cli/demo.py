@@ -24,7 +24,7 @@ from rich.text import Text
 
 import envscaler_airflow
 from envscaler_agent.protocol import Status
-from envscaler_airflow.cli.common import output_option
+from envscaler_airflow.cli.common import echo_json, output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
 from envscaler_airflow.cli.follow import StageFollower, moves
 from envscaler_airflow.cli.foreground import signals
@@ -105,7 +105,7 @@ def demo(
     try:
         with signals():
             code = Demo(home, folder, _console(to_stderr=as_json), place, conf).run(
-                serve=serve, on_end=(lambda body: click.echo(json.dumps(body))) if as_json else None
+                serve=serve, on_end=echo_json if as_json else None
             )
     except KeyboardInterrupt:
         click.echo("interrupted: everything that was started is stopped", err=True)

@@ -18,7 +18,7 @@ import click
 from envscaler_agent.protocol import Status
 from envscaler_airflow.backends.base import Backend, InjectsFaults, NodeFault
 from envscaler_airflow.cli.cancel import backend_of
-from envscaler_airflow.cli.common import duration_option, not_empty, output_option, store_option
+from envscaler_airflow.cli.common import duration_option, echo_json, not_empty, output_option, store_option
 from envscaler_airflow.cli.foreground import owner_of, watcher_of
 from envscaler_airflow.cli.inspect import followed, statuses
 from envscaler_airflow.cli.tables import print_rehearsals
@@ -156,7 +156,7 @@ def _print_report(
 ) -> None:
     """Print what was done so far, and write it to *path*."""
     if as_json:
-        click.echo(json.dumps(body))
+        echo_json(body)
     else:
         print_rehearsals(results)
     if path is not None:

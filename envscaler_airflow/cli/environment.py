@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import click
 
 from envscaler_agent.process import ADDRESS, expand
-from envscaler_airflow.cli.common import find_run
+from envscaler_airflow.cli.common import echo_json, find_run
 from envscaler_airflow.cli.specs import environment_secret
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.resources import Resources
@@ -193,7 +192,7 @@ def run_docker(
         _say(f"outputs: {folder}")
     if as_json:
         outputs = str(folder) if folder.is_dir() else None
-        click.echo(json.dumps({"run": key.prefix, "exit_code": code, "outputs": outputs}))
+        echo_json({"run": key.prefix, "exit_code": code, "outputs": outputs})
     if code != 0:
         raise SystemExit(code)
 

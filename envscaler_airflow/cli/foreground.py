@@ -21,6 +21,7 @@ from envscaler_agent.protocol import SCHEMA, read_object
 from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
+from envscaler_airflow.cli.common import echo_json
 from envscaler_airflow.cli.follow import OutputReader, StageFollower, Voice, marked, progress_line
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.errors import (
@@ -489,7 +490,7 @@ def own_and_tell(owner: Foreground, *, as_json: bool) -> None:
             raise
         code = exit_code(state)
         if as_json:
-            click.echo(json.dumps(_answer(owner.run, state, {}, code)))
+            echo_json(_answer(owner.run, state, {}, code))
         # The last lines of the training's output are above.
         click.echo(f"Error: {err if is_full else str(err).splitlines()[0]}", err=True)
         if not as_json and state.current is not None:
@@ -497,7 +498,7 @@ def own_and_tell(owner: Foreground, *, as_json: bool) -> None:
         click.get_current_context().exit(code)
     if as_json:
         state = owner.run.events.load()
-        click.echo(json.dumps(_answer(owner.run, state, result.outputs, 0)))
+        echo_json(_answer(owner.run, state, result.outputs, 0))
         return
     for output, uri in result.outputs.items():
         click.echo(f"output {output}: {uri}")

@@ -12,6 +12,7 @@ import click
 from envscaler_agent.protocol import Status
 from envscaler_airflow.cli.common import (
     duration_option,
+    echo_json,
     find_run,
     is_unread,
     output_option,
@@ -45,7 +46,7 @@ def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
         return
     if as_json:
         for check, times in found:
-            click.echo(json.dumps({"times": times, **check.to_dict()}))
+            echo_json({"times": times, **check.to_dict()})
         return
     if is_all:
         for check, times in found:
@@ -103,7 +104,7 @@ def status(
         is_filtered = bool(statuses_asked or match or since_s is not None)
         rows.sort(key=lambda row: (-(row.age_s or math.inf), row.prefix))
         if as_json:
-            click.echo(json.dumps([row.to_dict() for row in rows]))
+            echo_json([row.to_dict() for row in rows])
         elif rows:
             print_runs(rows)
         else:
@@ -117,7 +118,7 @@ def status(
     if as_json:
         body = {**run_report(state, now=one.now()).to_dict(), **row.to_dict()}
         nodes = [json.loads(node.to_json()) for node in said if node is not None]
-        click.echo(json.dumps({**body, "parameters": parameters, "nodes": nodes, "waits": waits}))
+        echo_json({**body, "parameters": parameters, "nodes": nodes, "waits": waits})
     else:
         print_run(row, said, waits=waits, parameters=parameters)
 
@@ -227,7 +228,7 @@ def _print_logs(output: OutputReader, attempt: AttemptState, *, as_json: bool) -
                 click.echo(marked(text, node, nodes), nl=False)
                 continue
             for line in text.splitlines():
-                click.echo(json.dumps({"attempt": attempt.number, "node": node, "line": line}))
+                echo_json({"attempt": attempt.number, "node": node, "line": line})
 
 
 @click.command()
@@ -239,6 +240,6 @@ def report(run: str, *, as_json: bool, store: Store) -> None:
     _, state = followed(store, run)
     found = run_report(state, now=store.now())
     if as_json:
-        click.echo(json.dumps(found.to_dict()))
+        echo_json(found.to_dict())
     else:
         print_report(found)

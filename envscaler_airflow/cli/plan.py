@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import click
 
 from envscaler_airflow.backends import backend_names
 from envscaler_airflow.catalog.packaged import gpu_facts, job, jobs
-from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, output_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, echo_json, output_option
 from envscaler_airflow.cli.follow import bar
 from envscaler_airflow.cli.market import (
     ARCHES,
@@ -142,7 +141,7 @@ def plan_command(
         *fault_notes(table.faults),
     ]
     if options["as_json"]:
-        click.echo(json.dumps(plan_body(made, notes), indent=1))
+        echo_json(plan_body(made, notes), indent=1)
     else:
         print_plan(made, [*notes, *_fleet_words(made.fleets)])
     if made.chosen is None:
@@ -308,7 +307,7 @@ def print_jobs(*, as_json: bool) -> None:
     if as_json:
         names = ("name", "title", "unit", "is_measured", "source")
         found = [{name: getattr(item, name) for name in names} for item in jobs().values()]
-        click.echo(json.dumps({"jobs": found}, indent=1))
+        echo_json({"jobs": found}, indent=1)
         return
     columns = ("JOB", "WHAT", "WORK IN", "SPEED", "SOURCE")
     lines = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from envscaler_airflow.cli.common import Group, default_store_url, output_option
+from envscaler_airflow.cli.common import Group, default_store_url, echo_json, output_option
 from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.spec_registry import (
@@ -66,7 +66,7 @@ def list_(found: SpecRegistry, name: str | None, *, as_json: bool) -> None:
     names = [split_reference(name)[0]] if name else found.names()
     versions = {item: [str(version) for version in found.versions(item)] for item in names}
     if as_json:
-        click.echo(json.dumps(versions))
+        echo_json(versions)
         return
     for item, its_own in versions.items():
         click.echo(f"{item}: {', '.join(its_own) or 'none'}")
@@ -82,7 +82,7 @@ def show(found: SpecRegistry, reference: str, *, as_json: bool) -> None:
     if as_json:
         name = f"registry://{entry.name}@{entry.version}"
         by = {"by": entry.by, "sha256": entry.sha256}
-        click.echo(json.dumps({"reference": name, **by, "text": entry.text}))
+        echo_json({"reference": name, **by, "text": entry.text})
         return
     click.echo(f"# {entry.name}@{entry.version} by {entry.by}{entry.published}, sha256 {entry.sha256}")
     click.echo(entry.text, nl=False)
@@ -100,7 +100,7 @@ def pull(found: SpecRegistry, reference: str, file: Path | None, *, as_json: boo
     path = found.pull(reference)
     if file is not None:
         file.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    click.echo(json.dumps({"file": str(file or path)}) if as_json else str(file or path))
+    echo_json({"file": str(file or path)}) if as_json else str(file or path)
 
 
 SUFFIX = ".template"
@@ -153,7 +153,7 @@ def init(name: str, folder: Path, *, force: bool, as_json: bool) -> None:
     """Write a first spec and its code to FOLDER."""
     paths = [str(path) for path in write_template(name, folder, overwrite=force)]
     if as_json:
-        click.echo(json.dumps({"files": paths}))
+        echo_json({"files": paths})
         return
     for path in paths:
         click.echo(path)

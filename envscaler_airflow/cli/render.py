@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from dataclasses import replace
@@ -14,7 +13,7 @@ import click
 from envscaler_airflow.backends import backend_names
 from envscaler_airflow.backends.base import AttemptRequest, Backend, PreparesSpecs, ShowsAttempts
 from envscaler_airflow.cli.backends import shell_backend
-from envscaler_airflow.cli.common import default_store_url, output_option
+from envscaler_airflow.cli.common import default_store_url, echo_json, output_option
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, spec_options
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
@@ -140,10 +139,10 @@ def _locked(kind: str, spec: EnvSpec, requirements: Requirements) -> Requirement
 def _give(found: list[Artefact], folder: Path | None, *, as_json: bool) -> None:
     if folder is not None:
         paths = [str(item.write(folder)) for item in found]
-        click.echo(json.dumps({"files": paths}) if as_json else "\n".join(paths))
+        echo_json({"files": paths}) if as_json else "\n".join(paths)
         return
     if as_json:
-        click.echo(json.dumps([{"name": item.name, "text": item.text} for item in found]))
+        echo_json([{"name": item.name, "text": item.text} for item in found])
         return
     for item in found:
         if len(found) > 1:

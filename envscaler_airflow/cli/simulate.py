@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.cli.common import find_run, output_option, store_option
+from envscaler_airflow.cli.common import echo_json, find_run, output_option, store_option
 from envscaler_airflow.cli.follow import Bar, bar
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.scaling import all_policies
@@ -203,7 +202,7 @@ def _multiples(text: str) -> dict[str, float]:
 
 def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(report))
+        echo_json(report)
         return
     for name, value in report["summary"].items():
         click.echo(f"{name:>18}  {value:.4f}" if isinstance(value, float) else f"{name:>18}  {value}")

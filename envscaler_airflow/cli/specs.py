@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from envscaler_airflow.backends import BackendType, all_backends
-from envscaler_airflow.cli.common import SPEC_ENDINGS, default_store_url, output_option
+from envscaler_airflow.cli.common import SPEC_ENDINGS, default_store_url, echo_json, output_option
 from envscaler_airflow.envspec import EnvSpec, Loaded, load_with_sources, parse_reference, spec_hash
 from envscaler_airflow.envspec.schema import reference_text, schema_text
 from envscaler_airflow.errors import SpecError
@@ -162,7 +162,7 @@ def tell_missing(spec: EnvSpec, target: str, *, as_json: bool) -> None:
     warnings = [*spec.warnings, *of_backends]
     if as_json:
         body = {"name": spec.name, "target": target, "missing": missing}
-        click.echo(json.dumps(body | {"warnings": warnings}, indent=2))
+        echo_json(body | {"warnings": warnings}, indent=2)
     else:
         for warning in warnings:
             click.echo(f"warning: {warning}", err=True)
@@ -185,7 +185,7 @@ def backends_of(target: str | None) -> list[BackendType]:
 def schema(*, markdown: bool, as_json: bool) -> None:
     """Print the JSON Schema of specs, with which editors complete and check envscaler.yaml."""
     if markdown and as_json:
-        click.echo(json.dumps({"markdown": reference_text()}))
+        echo_json({"markdown": reference_text()})
         return
     click.echo(reference_text() if markdown else schema_text(), nl=False)
 
@@ -208,7 +208,7 @@ def validate(source: SpecSource, target: str | None, *, as_json: bool) -> None:
     except SpecError as err:
         faults = err.faults
     if as_json:
-        click.echo(json.dumps(_answer(source.path, spec, faults), indent=2))
+        echo_json(_answer(source.path, spec, faults), indent=2)
     else:
         _print(source.path, spec, faults)
     if faults:

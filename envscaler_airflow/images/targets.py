@@ -108,8 +108,8 @@ def with_image(spec: EnvSpec, *, image: str | None, repository: str | None) -> E
         if has_base:
             why = "its packages are not in base.image, and no image with them is known"
         raise SpecError(
-            f"{spec.name}: a pod needs an image, and none is known: {why}; build one with `envscaler build "
-            "--push` and name its repository as image_repository, or name one that has everything: base.image, "
+            f"{spec.name}: a pod needs an image, and none is known: {why}; build it by `envscaler build "
+            "--push` and name its repository as image_repository, or name one with everything: base.image "
             "or --image (`envscaler submit --image`)"
         )
     return _based_on(image_name(spec, requirements, repository), spec)

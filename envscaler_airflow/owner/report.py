@@ -10,6 +10,7 @@ from typing import Any
 from envscaler_agent.protocol import Status
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.owner.usage import begun_at, by_span, spans_of
+from envscaler_airflow.planning.amounts import rounded_money
 from envscaler_airflow.planning.record import Record
 from envscaler_airflow.run import AttemptState, RunState, outcome_of
 from envscaler_airflow.run.cost import Bill, Pause, UsageInterval, Use, bill
@@ -119,6 +120,11 @@ class Report(Record):
     reason: str
     bill: Bill
     attempts: tuple[AttemptReport, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, its money rounded to a nano-dollar."""
+        body: dict[str, Any] = rounded_money(Record.to_dict(self))
+        return body
 
 
 def run_report(state: RunState, *, now: float) -> Report:

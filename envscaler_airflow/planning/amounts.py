@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import floor, isclose, isfinite, log10
+from typing import Any
 
 _DIGITS = 3
 """Significant digits of an amount below ten cents. Chosen: a difference of one percent is visible."""
@@ -24,6 +26,25 @@ def usd_text(usd: float) -> str:
     text = f"{size:.{decimals}f}".rstrip("0")
     whole, _, part = text.partition(".")
     return f"{sign}${whole}.{part:0<2}"
+
+
+_NANO = 9
+"""Decimals of an amount in JSON, USD. Chosen: a thousandth of what a second at $0.004/h costs."""
+
+
+def rounded_money(body: Any, *, is_money: bool = False) -> Any:
+    """Return JSON *body* without the noise of sums and differences, such as -3e-21, in its amounts of USD.
+
+    Those are the numbers whose own name, or that of an object around them, has the word ``usd``.
+    """
+    if isinstance(body, Mapping):
+        return {
+            key: rounded_money(part, is_money=is_money or "usd" in str(key).split("_"))
+            for key, part in body.items()
+        }
+    if isinstance(body, list | tuple):
+        return [rounded_money(part, is_money=is_money) for part in body]
+    return round(body, _NANO) + 0.0 if is_money and isinstance(body, float) else body
 
 
 def duration_text(seconds: float) -> str:

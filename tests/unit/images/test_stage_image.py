@@ -82,7 +82,7 @@ def test_the_deployments_image_is_that_of_every_stage(spec):
 def test_nothing_is_run_without_its_packages(spec, text, why):
     """The message says what to set."""
     with pytest.raises(
-        SpecError, match=f"My_Stage: a pod needs an image, and none is known: {why}; build one"
+        SpecError, match=f"My_Stage: a pod needs an image, and none is known: {why}; build it"
     ):
         with_image(spec(text), image=None, repository=None)
 

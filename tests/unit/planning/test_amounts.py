@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.planning.amounts import duration_less, duration_text, usd_less, usd_text
+from envscaler_airflow.planning.amounts import duration_less, duration_text, rounded_money, usd_less, usd_text
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,13 @@ def test_a_difference_of_nothing_is_none(saved, text):
 def test_times_that_read_alike_are_the_same(sooner_s, text):
     """The text is never "0 s less" (F11)."""
     assert duration_less(sooner_s) == text
+
+
+def test_money_in_json_has_no_noise_of_sums():
+    """Amounts below a name with the word usd are rounded; all else is unchanged (F6)."""
+    body = {"saved_usd": -3e-21, "usd_split": {"lost": 0.1 + 0.2, "idle": None}, "speed": -3e-21, "n": [1]}
+
+    assert rounded_money([body]) == [
+        {"saved_usd": 0.0, "usd_split": {"lost": 0.3, "idle": None}, "speed": -3e-21, "n": [1]}
+    ]
+    assert str(rounded_money({"usd": -3e-21})["usd"]) == "0.0"
