@@ -8,10 +8,10 @@ import itertools
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,18 +93,14 @@ def many(asked: argparse.Namespace) -> int:
     began, counts = _clock(), Counter[str]()
     failed, done, cpu_s = [], 0, 0.0
     until = None if asked.minutes is None else began + 60 * asked.minutes
-    with multiprocessing.get_context("fork").Pool(asked.jobs) as pool:
-        ahead = threading.Semaphore(2 * asked.jobs)
-        for result in pool.imap_unordered(one, _seeds(asked, until, ahead)):
-            ahead.release()
-            done, cpu_s = done + 1, cpu_s + result.cpu_s
-            counts.update(result.counts)
-            if result.violation is not None:
-                failed.append(result.seed)
-                print(summary(result), flush=True)
-                if asked.until_found:
-                    break
-        pool.terminate()
+    for result in _results(asked, until):
+        done, cpu_s = done + 1, cpu_s + result.cpu_s
+        counts.update(result.counts)
+        if result.violation is not None:
+            failed.append(result.seed)
+            print(summary(result), flush=True)
+            if asked.until_found:
+                break
     if asked.coverage:
         from tests.simulation import coverage
 
@@ -117,20 +113,34 @@ def many(asked: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _seeds(asked: argparse.Namespace, until: float | None, ahead: threading.Semaphore) -> Iterator[int]:
-    """The seeds; with a time, at least as many as requested, and more until it is over.
+def _results(asked: argparse.Namespace, until: float | None) -> Iterator[Result]:
+    """Run each seed in one of several processes; yields the results as they come."""
+    waiting: set[Future[Result]] = set()
+    seeds, fork = _seeds(asked, until), multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(asked.jobs, mp_context=fork) as pool:
+        try:
+            while True:
+                for seed in itertools.islice(seeds, 2 * asked.jobs - len(waiting)):
+                    waiting.add(pool.submit(one, seed))
+                if not waiting:
+                    return
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    The pool takes a seed whenever it can; *ahead* keeps it from taking many more than it runs.
-    """
+
+def _seeds(asked: argparse.Namespace, until: float | None) -> Iterator[int]:
+    """The seeds; with a time, at least as many as requested, and more until it is over."""
+    if asked.corpus:
+        yield from (seed for seed, _ in corpus())
+        return
     today = (dt.datetime.now(dt.UTC).date() - dt.date(2026, 1, 1)).days
     first = today * PER_DAY if asked.fresh else asked.first
-    more = itertools.takewhile(
-        lambda seed: seed - first < asked.seeds or (until is not None and _clock() < until),
-        itertools.count(first),
-    )
-    for seed in (seed for seed, _ in corpus()) if asked.corpus else more:
-        ahead.acquire()
-        yield seed
+    for number in itertools.count():
+        if number >= asked.seeds and (until is None or _clock() >= until):
+            return
+        yield first + number
 
 
 def corpus() -> Iterable[tuple[int, str]]:
@@ -145,7 +155,8 @@ def summary(result: Result) -> str:
     """One line on a seed."""
     if result.violation is None:
         return f"seed {result.seed}: holds"
-    return f"seed {result.seed}: {result.violation}; replay: make simulate REPLAY={result.seed}"
+    what = result.violation.splitlines()[0]
+    return f"seed {result.seed}: {what}; replay: make simulate REPLAY={result.seed}"
 
 
 if __name__ == "__main__":

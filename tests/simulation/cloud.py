@@ -160,6 +160,7 @@ class SimCloud:
         skew_s: What its clock is ahead of the true time, seconds.
         replaces: True for one that recreates lost nodes.
         tells_time: True for one that reports its own time with each bill.
+        resizes: Changes in place, by the attempt's name: see ``tests.simulation.in_place``.
     """
 
     def __init__(
@@ -171,15 +172,18 @@ class SimCloud:
         node_type: NodeType,
         replaces: bool,
         tells_time: bool = True,
+        backend_type: type[SimBackend] | None = None,
         skew_s: float = 0.0,
     ) -> None:
-        """Begin without machines; *store* is the simulated store."""
+        """Begin without machines; *store* is the simulated store, a process's client is a *backend_type*."""
         self.world = world
         self.store = store
         self.offers = offers
         self.node_type = node_type
         self.replaces = replaces
         self.tells_time = tells_time
+        self.resizes: dict[str, Any] = {}
+        self._backend_type = backend_type or (ReplacingBackend if replaces else SimBackend)
         self.skew_s = skew_s
         self.attempts: dict[str, Attempt] = {}
         self.by_machine: dict[str, Node] = {}
@@ -195,7 +199,7 @@ class SimCloud:
 
     def client(self, machine: Machine) -> SimBackend:
         """A client of one process on *machine*."""
-        return (ReplacingBackend if self.replaces else SimBackend)(self, machine)
+        return self._backend_type(self, machine)
 
     def end_faults(self) -> None:
         """Answer from now on, reach every machine, and have every offer."""

@@ -196,6 +196,9 @@ class Invariants:
             self._check_generation(state, event, body)
         if isinstance(body, bodies.NewGeneration | bodies.NewOwner):
             self._check_clear(state, event)
+        if isinstance(body, bodies.Succeeded | bodies.Failed | bodies.Stopped):
+            for move in (one for one in state.pending if isinstance(one.body, bodies.MoveRequested)):
+                fail("answered", f"the run ends by event {event.number}, request {move.number} has no answer")
 
     def _check_clear(self, state: RunState, event: Event) -> None:
         """What is taken for a clear is one, and the reverse: an automatic retry takes nothing up again."""
@@ -380,8 +383,6 @@ class Invariants:
         found = reader.events.load()
         if found.to_dict() != ledger.state.to_dict():
             fail("fold", f"two readers of {ledger.prefix} disagree after event {found.number}")
-        for request in found.pending if found.status != "active" else ():
-            fail("answered", f"request {request.number} ({request.body.type}) has no answer")
 
     def _nodes(self, ledger: Ledger) -> Iterator[Node]:
         return (node for node in self.cloud.nodes if node.attempt.request.run_prefix == ledger.prefix)

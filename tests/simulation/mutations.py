@@ -76,8 +76,8 @@ MUTATIONS = {
     ),
     "request-unanswered": Mutation(
         "envscaler_airflow.run.steps",
-        'return Action("judge", request=move) if move is not None else None',
-        "return None",
+        "return next((item for item in pending if isinstance(item.body, kind)), None)",
+        "return next((one for one in pending if kind is StopRequested and isinstance(one.body, kind)), None)",
     ),
     "release-not-repeated": Mutation(
         "envscaler_airflow.owner.owner",

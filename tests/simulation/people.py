@@ -121,8 +121,9 @@ class People:
 
     def _move(self) -> None:
         run = self._run()
-        live = run.events.load().live
-        if live is None or live.phase != "started":
+        state = run.events.load()
+        live = state.live or state.current
+        if live is None or state.status != "active":
             return
         offers = self.airflow.cloud.client(self.machine).offers()
         target = Allocation(self.random.choice(offers), live.allocation.nodes)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner import foreground
 from envscaler_airflow.planning.offers import Offer
-from tests.simulation import patches
+from tests.simulation import in_place, patches
 from tests.simulation.cloud import SimCloud
 from tests.simulation.invariants import Invariants
 from tests.simulation.kernel import EPOCH, Line, Violation, World
@@ -105,6 +105,10 @@ AIRFLOW_RATES = {
 each occasion. Chosen: a run of some hours meets a few of each kind that its seed has."""
 
 
+RESIZING = 0.1
+"""Share of the worlds whose cloud changes CPU and memory in place. Chosen."""
+
+
 class Owner(Protocol):
     """Who runs the stage."""
 
@@ -132,6 +136,7 @@ class Scenario:
         has_sensor: A ScalingSensor runs beside the stage.
         lingers_s: How long Airflow's users look at what is over: they may clear it.
         timeout_s: The task's ``execution_timeout``; None for none.
+        resizes: The cloud changes CPU and memory in place, and the policy is ``vertical``.
     """
 
     nodes: int = 1
@@ -147,6 +152,7 @@ class Scenario:
     has_sensor: bool = False
     lingers_s: float = 0.0
     timeout_s: float | None = None
+    resizes: bool = False
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
@@ -156,6 +162,8 @@ class Scenario:
         owner = others.choice(("shell", "airflow", "airflow"))
         if owner == "airflow":
             rates |= _drawn(AIRFLOW_RATES, others)
+        if resizes := Random(f"{seed}/resizes").random() < RESIZING:
+            rates["move"] = 0.3  # chosen: somebody wants other sizes in most runs
         nodes = random.choice((1, 1, 1, 2, 3))
         steps = int(random.choice((200, 400, 1000, 2000)))
         hours = steps * 7.0 / 3600.0 / nodes**0.9
@@ -180,6 +188,7 @@ class Scenario:
             has_sensor=others.random() < 0.5,
             lingers_s=others.choice((0.0, 7200.0)),
             timeout_s=None if timeout is None else timeout * hours * 3600.0 + 1800.0,
+            resizes=resizes,
         )
 
     @property
@@ -190,7 +199,8 @@ class Scenario:
             "parameters": {"rate": {"type": "number", "default": 0.1}},
             "entrypoint": ["python", "train.py", "--rate={{ parameters.rate }}"],
         }
-        scaling = {"scaling": {"min_nodes": 1, "max_nodes": self.nodes + 1, "cooldown": "20m"}}
+        most = {"policy": "vertical"} if self.resizes else {"max_nodes": self.nodes + 1}
+        scaling = {"scaling": {"min_nodes": 1, "max_nodes": self.nodes, "cooldown": "20m"} | most}
         plain = {
             "version": "v1",
             "name": "train",
@@ -202,7 +212,11 @@ class Scenario:
             "capacity": self.capacity,
             "env": [{"name": name, "value": str(value)} for name, value in env.items()],
         }
-        return plain | (by_form if self.owner == "airflow" else {}) | (scaling if self.has_sensor else {})
+        return (
+            plain
+            | (by_form if self.owner == "airflow" else {})
+            | (scaling if self.has_sensor or self.resizes else {})
+        )
 
 
 def _drawn(rates: Mapping[str, float], random: Random) -> dict[str, float]:
@@ -285,10 +299,11 @@ def _run(world: World, scenario: Scenario) -> None:
     cloud = SimCloud(
         world,
         store,
-        offers=offers(),
+        offers=in_place.offers() if scenario.resizes else offers(),
         node_type=SimNode,
-        replaces=scenario.replaces,
         tells_time=world.stream("clocks").random() < 0.5,
+        replaces=scenario.replaces or scenario.resizes,
+        backend_type=in_place.ResizingBackend if scenario.resizes else None,
         skew_s=skew(-100.0, 100.0),
     )
     invariants = Invariants(world, store, cloud, reap_every_s=REAP_EVERY_S)

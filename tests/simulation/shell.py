@@ -150,8 +150,9 @@ class Shell:
 
     def _move(self) -> None:
         run = self._run(self.other)
-        live = run.events.load().live
-        if live is None or live.phase != "started":
+        state = run.events.load()
+        live = state.live or state.current
+        if live is None or state.status != "active":
             return
         offers = self.cloud.client(self.other).offers()
         target = Allocation(self.random.choice(offers), live.allocation.nodes)
