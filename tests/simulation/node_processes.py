@@ -179,6 +179,8 @@ class SimWrapper(Wrapper):
         self._tracker = tracker = _Tracker(copier, stall, self._clock())
         self._command = command = node.start_command()
         while command.code is None:
+            if node.world.strikes("crash-wrapper", node.name) and node.world.current is not None:
+                node.world.kill(node.world.current, "the kernel ends it for its memory")
             self._tick(command, tracker)  # type: ignore[arg-type]
             if command.code is None:
                 self._wait(self._pause_s())

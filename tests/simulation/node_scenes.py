@@ -200,6 +200,21 @@ def signalled() -> Mapping[str, Any]:
     return scene.play(act)
 
 
+def killed_wrapper() -> Mapping[str, Any]:
+    """The kernel kills the wrapper; its machine reports that, and the sidecar uploads what was saved."""
+    scene = Scene()
+
+    def act() -> Mapping[str, Any]:
+        (node,) = scene.begin(1)
+        scene.world.sleep(1000.0)
+        scene.world.rates["crash-wrapper"] = 1.0
+        ends = scene.await_ends(node)
+        saved = [name for *_, name in node.saves]
+        return {"ends": ends, "saved": saved, "checkpoints": list(scene.checkpoints)}
+
+    return scene.play(act)
+
+
 def torn() -> Mapping[str, Any]:
     """The newest checkpoint of a drained attempt loses bytes in the store."""
     scene = Scene(steps=600)
@@ -241,6 +256,7 @@ def facts() -> Mapping[str, Any]:
         "orphaned": orphaned(),
         "signalled": signalled(),
         "torn": torn(),
+        "killed wrapper": killed_wrapper(),
         "lines": [lines(7), lines(7), lines(8)],
     }
 

@@ -67,6 +67,7 @@ RATES = {
     "train-deaf": 0.001,
     "train-nan": 0.01,
     "train-stale": 0.002,
+    "crash-wrapper": 0.0005,
     "train-torn-save": 0.05,
     "torn-checkpoint": 0.02,
     "disk-full": 0.001,

@@ -93,6 +93,14 @@ def test_a_torn_checkpoint_is_refused_for_the_one_before(facts):
     assert found["ends"] == ["succeeded"]
 
 
+def test_a_wrapper_that_dies_alone_ends_its_node_as_killed(facts):
+    """The machine's own process reports it, and what was saved is in the store (G7)."""
+    found = facts["killed wrapper"]
+
+    assert found["ends"] == ["killed"]
+    assert found["saved"] == found["checkpoints"] != []
+
+
 def test_a_seed_gives_the_same_world_each_time(facts):
     """Twice in one process, with crashes, refusals and a full disk; another seed gives another world (G7)."""
     first, again, other = facts["lines"]
