@@ -324,18 +324,29 @@ class EnvStageOperator(_Connected):
         self.store_url, self.store_conn_id = kept[1:]
 
     def _time_left(self, context: Context) -> timedelta | None:
-        """Return the rest of ``execution_timeout``, counting deferred time, which Airflow does not count."""
+        """Return the rest of ``execution_timeout``, counting deferred time, which Airflow does not count.
+
+        At least the time that a deferral has to last: see ``settle_s``.
+        """
+        from envscaler_airflow.triggers.stage_trigger import settle_s  # noqa: PLC0415  (DAG files do without)
+
         if self.execution_timeout is None:
             return None
         used = datetime.now(UTC) - context["ti"].start_date
-        return max(self.execution_timeout - used, timedelta(seconds=1))
+        return max(self.execution_timeout - used, timedelta(seconds=settle_s()))
 
     def _time_out(self, context: Context) -> None:
-        execution = self._open(context)
-        execution.time_out(
-            self._stage(context, execution, is_entry=False),
-            f"the task's execution_timeout of {self.execution_timeout} is over",
-        )
+        """Ask the stage to stop; without an answer defer again, until Airflow ends that deferral too."""
+        execution = None
+        try:
+            execution = self._open(context)
+            execution.time_out(
+                self._stage(context, execution, is_entry=False),
+                f"the task's execution_timeout of {self.execution_timeout} is over",
+            )
+        except EnvScalerError as err:
+            self._postpone(context, err, execution, None, None)
+            self._raise(err)
         execution.write_log(self.log.info, goes_on=False)
 
     def _count_trigger_failure(self, context: Context) -> int:

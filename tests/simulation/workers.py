@@ -174,7 +174,7 @@ class Workers:
         except (AirflowException, AirflowRuntimeError) as err:
             return "up_for_retry", err
         except Exception as err:
-            where = traceback.format_exc(limit=-4)
+            where = traceback.format_exc(limit=-12)
             kind = type(err).__name__
             raise Violation(f"unexpected error: a task ends with {kind}: {err}\n{where}") from err
 
@@ -202,7 +202,8 @@ class Workers:
             ti.trigger = air.triggerers.insert(ti, result.trigger)
             air.set_state(ti, "deferred")
             if result.timeout is not None:
-                air.later(ti, air.time_out, after_s=result.timeout.total_seconds())
+                check_s = air.random.uniform(0.0, 15.0)  # Airflow checks so often by default
+                air.later(ti, air.time_out, after_s=result.timeout.total_seconds() + check_s)
         elif state in ("failed", "up_for_retry"):
             air.failed(ti, may_retry=state == "up_for_retry")
         else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, TriggerFailureReason
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferralTimeout
 from fakes.operator_world import PREFIX, Ti, operator_world
 
 from envscaler_airflow.errors import BackendError, StoreError
@@ -16,6 +19,7 @@ from envscaler_airflow.testing import FaultyStore, ManualClock
 from envscaler_airflow.triggers.stage_trigger import settle_s
 
 AWAY = BackendError("the API server does not answer", status=503, transient=True)
+TIMEOUT = {"error": TriggerFailureReason.TRIGGER_TIMEOUT}
 REFUSED = BackendError("pods is forbidden", status=403)
 
 
@@ -50,6 +54,37 @@ def resume(world, operator, event):
 def watching_of(deferral):
     """Return what the trigger of *deferral* watches."""
     return Watching.from_dict(deferral.trigger.serialize()[1]["watching"])
+
+
+def test_a_timeout_that_meets_a_store_without_an_answer_is_repeated(world, faulty):
+    """Airflow ends the next deferral as soon as it may, and then the stop is requested (A3) (A7)."""
+    operator, ti = world.operator(execution_timeout=timedelta(seconds=100)), Ti()
+    world.execute(operator, ti)
+    ti.start_date -= timedelta(seconds=101)
+    faulty.add("refuse", "read", "*/events/*", times=1)
+
+    def time_out():
+        operator.resume_execution(TRIGGER_FAIL_REPR, dict(TIMEOUT), world.context(operator, ti))
+
+    deferral = world.deferral(time_out)
+    with pytest.raises(TaskDeferralTimeout):
+        time_out()
+
+    assert deferral.timeout == timedelta(seconds=settle_s())
+    assert world.log.load().live.stop_reason == "timeout"
+
+
+def test_a_timeout_of_a_try_that_another_has_replaced_does_nothing(world):
+    """It fails without a retry, and writes no event (A2)."""
+    operator, ti = world.operator(execution_timeout=timedelta(seconds=100)), Ti(1)
+    world.execute(operator, ti)
+    world.execute(world.operator(), Ti(2))
+    before = world.log.load().number
+
+    with pytest.raises(AirflowFailException, match="is owned by"):
+        operator.resume_execution(TRIGGER_FAIL_REPR, dict(TIMEOUT), world.context(operator, ti))
+
+    assert world.log.load().number == before
 
 
 def test_a_store_that_does_not_answer_postpones_the_execution(world, faulty, capsys):
