@@ -34,7 +34,7 @@ $(FRAMEWORKS)/.ready: dags/examples/frameworks/requirements.txt
 # The files that take longest, which build images, come first: else a worker begins one when the others are done.
 test: venv  ## Run everything that needs no Airflow services (16 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		tests/integration tests/contract tests/compat tests/golden tests/unit $(ARGS)
+		tests/integration tests/contract tests/compat tests/golden tests/simulation tests/unit $(ARGS)
 
 test-frameworks: venv frameworks-venv  ## Run trainings of seven libraries, lost, killed and moved (1.3 GB of environment).
 	PYTHONPATH=$(CURDIR):$(CURDIR)/agent $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
