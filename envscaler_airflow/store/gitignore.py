@@ -20,6 +20,8 @@ from typing import Protocol, cast
 
 MAX_RULES_BYTES = 1 << 20
 """Largest .gitignore that is read. Chosen: a hundred times the largest usual template."""
+MAX_PATTERN_BYTES = 4096
+"""Longest pattern; longer ones are skipped. Source: Linux, PATH_MAX: no path has as many bytes."""
 MAX_INDEX_BYTES = 256 << 20
 """Largest index that is read. Chosen: a million files."""
 _BOM = b"\xef\xbb\xbf"
@@ -85,7 +87,11 @@ def parse(data: bytes) -> IgnoreFile:
 def _pattern(line: bytes) -> _Pattern | None:
     if line[:1] == b"#":
         return None
-    text = re.sub(rb"((?:\\.|[^\\])*?) *\Z", rb"\1", line, flags=re.DOTALL)
+    text = line.rstrip(b" ")
+    is_escaped = (len(text) - len(text.rstrip(b"\\"))) % 2 == 1
+    text += b" " if is_escaped and len(text) < len(line) else b""
+    if len(text) > MAX_PATTERN_BYTES:
+        return None
     takes_back = text[:1] == b"!"
     text = text[takes_back:]
     is_for_folders = text[-1:] == b"/"

@@ -185,3 +185,21 @@ def test_patterns_of_many_stars_take_linear_time(pattern, hit, miss):
 
     assert found.verdict(hit, is_folder=False)
     assert found.verdict(miss, is_folder=False) is None
+
+
+def test_a_line_of_a_megabyte_is_read_once():
+    """Spaces at its end do not count, unless a backslash precedes them; a longer pattern is skipped (B1)."""
+    lines = (
+        " " * 500_000 + "x",
+        "a\\  ",
+        "b\\\\  ",
+        "c" + " " * 500_000,
+        "*a" * 250_000,
+        "[" + "a" * 500_000,
+    )
+    found = parse("\n".join(lines).encode())
+
+    assert found.verdict("a ", is_folder=False)
+    assert found.verdict("a", is_folder=False) is None
+    assert found.verdict("b\\", is_folder=False)
+    assert found.verdict("c", is_folder=False)
