@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,8 @@ from pathlib import Path
 import yaml
 from fakes.owned import Owned
 
+from envscaler_airflow.cli.foreground import watcher_of
+from envscaler_airflow.errors import SpecError
 from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
 
@@ -59,6 +63,14 @@ class Drilled(Owned):
         except BaseException:
             self.close()
             raise
+
+    def close(self) -> None:
+        """Leave no process behind, also no owner that a drill started."""
+        if self.prefix():
+            found = Run(self.store, self.prefix())
+            with contextlib.suppress(SpecError):
+                watcher_of(found, found.events.load()).signal(signal.SIGKILL)
+        super().close()
 
     def restart(self) -> str:
         """The command that owns the run again."""
