@@ -42,9 +42,12 @@ class Disk:
     """The folder of one world's machines, in memory."""
 
     def __init__(self) -> None:
-        """Begin empty."""
+        """Begin empty; what a killed process of the simulation left is removed, too."""
         self.root = Path(f"/dev/shm/envscaler-simulation-{os.getpid():07}")
-        self.close()
+        for old in self.root.parent.glob("envscaler-simulation-*"):
+            pid = int(old.name.rpartition("-")[2])
+            if pid == os.getpid() or not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
         """Remove it with the world."""
