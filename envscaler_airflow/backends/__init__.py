@@ -12,11 +12,11 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.installed import installed
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # every process of a node imports this package: its start must not import pydantic
+    from envscaler_airflow.backends.base import Backend
     from envscaler_airflow.clouds import Access
     from envscaler_airflow.envspec.models import EnvSpec
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.launch import Launch
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import OUTCOMES, Handle, NodeState, NodeStatus
 from envscaler_airflow.run.cost import UsageInterval
@@ -15,11 +14,19 @@ from envscaler_airflow.run.cost import UsageInterval
 if TYPE_CHECKING:
     from envscaler_airflow.envspec.models import EnvSpec
     from envscaler_airflow.images.artefacts import Artefact
+    from envscaler_airflow.launch import Launch
 
 SIDECAR_IMAGE = "envscaler/sidecar:latest"
 """Name of the sidecar image where no other is given."""
 ResizeState = Literal["going", "done", "deferred", "infeasible"]
 """``deferred``: no capacity now. ``infeasible``: never possible here; the next attempt gets it."""
+
+
+def _nothing() -> Launch:
+    """Nothing to run; imported here, since each process of a node imports this module and no spec."""
+    from envscaler_airflow.launch import Launch  # noqa: PLC0415  (half of a node's start)
+
+    return Launch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class AttemptRequest:
     generation: int
     attempt: int
     allocation: Allocation
-    launch: Launch = field(default_factory=Launch)
+    launch: Launch = field(default_factory=_nothing)
     secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     store_options: Mapping[str, Any] = field(default_factory=dict)
     store_login: StoreLogin = field(default_factory=StoreLogin)

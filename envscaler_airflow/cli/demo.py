@@ -54,7 +54,7 @@ LOSE_AFTER_STEPS = 10
 LOSE_ANYWAY = 0.6
 """Share of the work after which the demo stops waiting for a move. Chosen: enough work is left to resume."""
 
-PIPED_COLUMNS = 120
+LOG_COLUMNS = 120
 """Width where there is no terminal. Chosen: the widest table of the report."""
 
 
@@ -469,7 +469,7 @@ def progress_words(status: Status) -> str:
 def _console(*, to_stderr: bool = False) -> Console:
     """The terminal as it is; wide enough for the report's tables where the output is piped."""
     is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
-    return Console(stderr=to_stderr) if is_terminal else Console(stderr=to_stderr, width=PIPED_COLUMNS)
+    return Console(stderr=to_stderr) if is_terminal else Console(stderr=to_stderr, width=LOG_COLUMNS)
 
 
 def _done(status: Status | None) -> tuple[int, int]:

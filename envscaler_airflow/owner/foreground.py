@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from envscaler_airflow.backends.base import Backend
+from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.errors import BackendError, BudgetError, ProtocolError, RunFailedError, StoreError
 from envscaler_airflow.owner.facts import spent_usd
 from envscaler_airflow.owner.owned_run import OwnedRun
@@ -98,7 +99,7 @@ class ForegroundOwner:
 
     def _resume(self, wake: Wake, watching: Watching) -> Waiting | Delivered:
         """Run one execution; without an answer from store or machines, report it, keep the run and retry."""
-        wait_s, renewed = POLL_S, self.monotonic()
+        failures, renewed = 0, self.monotonic()
         began = renewed
         while True:
             try:
@@ -111,9 +112,10 @@ class ForegroundOwner:
                     raise
                 if self.monotonic() - began >= GIVE_UP_S:
                     raise
-                self.on_wait(Waiting(watching, f"no answer, tried again in {wait_s:.0f} s: {err}"))
-            self.sleep(wait_s)
-            wait_s = min(2 * wait_s, RENEW_EVERY_S)
+                failures += 1
+                pause_s = wait_s(failures, first_s=POLL_S, most_s=RENEW_EVERY_S)
+                self.on_wait(Waiting(watching, f"no answer, tried again in {pause_s:.0f} s: {err}"))
+            self.sleep(pause_s)
 
     def _wait(self, waiting: Waiting) -> Wake:
         owned = self.owner.owned

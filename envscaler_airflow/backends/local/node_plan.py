@@ -149,7 +149,7 @@ class _Node:
     def render(self) -> dict[str, Any]:
         command = [self.paths.argument(part) for part in self.launch.command]
         saves = str(self._saves()) if self.launch.paths.checkpoint else None
-        return {"request": self._request(command), "layout": self._layout(command), "saves": saves}
+        return {"request": self._request(command), "layout": self._layout(), "saves": saves}
 
     def _request(self, command: list[str]) -> dict[str, Any]:
         request = self.request
@@ -209,7 +209,7 @@ class _Node:
         plain = {name: self.paths.argument(value) for name, value in self.launch.env.items()}
         return plain | own | {"ENVSCALER_NODE": str(self.node)}
 
-    def _layout(self, command: list[str]) -> dict[str, Any]:
+    def _layout(self) -> dict[str, Any]:
         local = self.paths.path
         return self.launch.layout(local) | {
             "work": str(self.folder / files.WORK),
@@ -222,7 +222,6 @@ class _Node:
                 }
                 for volume in self.launch.paths.volumes
             ],
-            "command": command,
             "training_paths": {here: original for original, here in self.paths.pairs},
             "store_options": self._store_options(),
         }

@@ -12,6 +12,16 @@ print(sorted({"psutil", "numpy", "matplotlib"} & set(sys.modules)))
 """
 
 
+def test_the_process_of_a_node_loads_no_pydantic():
+    """Half of its start: a node is given what it runs, and reads no spec."""
+    probe = "import sys, envscaler_airflow.backends.local.node_main; print('pydantic' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.parametrize(
     "module",
     [

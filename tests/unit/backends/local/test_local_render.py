@@ -166,7 +166,6 @@ def test_the_layout_for_the_sidecar_as_it_is_written():
         ],
         "outputs": {"my-model": f"{ROOT}/output/model", "report": f"{ROOT}/out/report.json"},
         "checkpoint_path": f"{SAVES}/output/checkpoints",
-        "command": ["python", "train.py", f"--data={ROOT}/data/train", f"{ROOT}/output/model"],
         "training_paths": {
             f"{ROOT}/data": "/data",
             f"{ROOT}/data/tmp": "/data/tmp",
