@@ -100,7 +100,7 @@ class Setup:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     has_sensor: bool = False
     poll_s: float = 30.0
-    check_s: float = 60.0
+    check_s: float = 120.0
     lingers_s: float = 0.0
     retries: int = 3
     skews_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
