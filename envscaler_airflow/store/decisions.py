@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
 
 from envscaler_agent.protocol import SCHEMA, check_schema
 from envscaler_airflow.errors import ProtocolError
@@ -31,6 +31,23 @@ READERS = 8
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
+@dataclass(slots=True)
+class _Line:
+    """A line of the open chunk, with its checks as text.
+
+    As objects, those of a thousand sensors would be most of what a triggerer's garbage collector visits.
+    """
+
+    first: str
+    kind: tuple[object, ...] | None
+    times: int = 1
+    last: str = ""
+
+    def to_json(self) -> str:
+        last = f',"last":{self.last}' if self.last else ""
+        return f'{{"schema":"{SCHEMA}","times":{self.times},"check":{self.first}{last}}}\n'
+
+
 class DecisionLog:
     """Writes the checks of one observer. Several observers may write concurrently."""
 
@@ -41,7 +58,7 @@ class DecisionLog:
         self._monotonic = monotonic
         mine = [name for name in run.children(FOLDER) if name.startswith(f"{writer}-")]
         self._chunk = max((_number(name) for name in mine), default=0) + 1
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[_Line] = []
         self._bytes = 0
         self._opened = monotonic()
 
@@ -52,12 +69,12 @@ class DecisionLog:
             StoreError: The chunk could not be written; the next check retries it.
         """
         decision, last = check.decision, self._lines[-1] if self._lines else None
-        if decision.action == "keep" and last is not None and _is_same_keep(last, check):
-            last["times"] += 1
-            last["last"] = check.to_dict()
+        text, kind = json.dumps(check.to_dict(), separators=(",", ":"), allow_nan=False), _kind_of(check)
+        if last is not None and kind is not None and last.kind == kind:
+            last.times, last.last = last.times + 1, text
         else:
-            self._lines.append({"schema": SCHEMA, "times": 1, "check": check.to_dict()})
-            self._bytes += 2 * len(json.dumps(self._lines[-1]))  # the last repetition needs space too
+            self._lines.append(_Line(text, kind))
+            self._bytes += 2 * len(text)  # the last repetition needs space too
         age = self._monotonic() - self._opened
         if decision.action != "keep" or age >= CHUNK_S or self._bytes >= CHUNK_BYTES:
             self.close()
@@ -66,9 +83,7 @@ class DecisionLog:
         """Write the open chunk, unless it is empty."""
         if not self._lines:
             return
-        text = "".join(
-            json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in self._lines
-        )
+        text = "".join(line.to_json() for line in self._lines)
         while not self._run.create(f"{FOLDER}/{self._writer}-{self._chunk:06d}.jsonl", text.encode()):
             self._chunk += 1
         self._chunk += 1
@@ -116,15 +131,12 @@ def _read(line: bytes) -> tuple[Check, int] | None:
         return None
 
 
-def _is_same_keep(line: dict[str, Any], check: Check) -> bool:
-    before = line.get("last") or line["check"]
-    decision, seen = before["decision"], before["observation"]
-    return bool(
-        decision["action"] == "keep"
-        and _kind(decision["reason"]) == _kind(check.decision.reason)
-        and (seen.get("generation", 1), seen.get("attempt", 1), seen.get("training_phase"))
-        == (check.observation.generation, check.observation.attempt, check.observation.training_phase)
-    )
+def _kind_of(check: Check) -> tuple[object, ...] | None:
+    """What repeated checks have in common; None for a check that is never counted with others."""
+    if check.decision.action != "keep":
+        return None
+    seen = check.observation
+    return _kind(check.decision.reason), seen.generation, seen.attempt, seen.training_phase
 
 
 def _kind(reason: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from dataclasses import replace
@@ -57,6 +58,21 @@ def test_every_phase_has_a_line_though_their_names_differ_by_a_number_alone(tmp_
 
     found = [(seen.observation.training_phase, times) for seen, times in read_decisions(Run(store, "run"))]
     assert found == [("stage1", 2), ("stage2", 2)]
+
+
+def test_what_waits_to_be_written_is_no_work_for_the_garbage_collector(tmp_path):
+    """The list, its line and what names the line: no dictionary of a check, of which one has dozens."""
+    _, _, log = made(tmp_path)
+    log.add(check(0))
+    log.add(check(30))
+
+    found, left = [], [log._lines]
+    while left:
+        found.append(one := left.pop())
+        left += [item for item in gc.get_referents(one) if gc.is_tracked(item) and not isinstance(item, type)]
+
+    assert {type(one).__name__ for one in found} <= {"list", "_Line", "tuple"}
+    assert len(found) <= 3
 
 
 def test_a_move_closes_the_chunk_at_once(tmp_path):
