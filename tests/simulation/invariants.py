@@ -109,6 +109,14 @@ class Invariants:
     # At each effect
 
     def _changed(self, effect: Effect) -> None:
+        """Check one change; the first violation counts, even if the code that meets it goes on."""
+        try:
+            self._check_change(effect)
+        except Violation as err:
+            self.world.violation = self.world.violation or str(err)
+            raise
+
+    def _check_change(self, effect: Effect) -> None:
         name = effect.name
         self._check_content(effect)
         if found := _EVENT.match(name):

@@ -105,6 +105,7 @@ class World:
         muted: Faults, as ``kind#number``, that do not occur in this run: shrinking sets them.
         struck: Faults that occurred, in order.
         counts: How often what occurred, for statistics.
+        violation: The first invariant that an effect broke; an actor may have swallowed it.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class World:
         self.struck: list[str] = []
         self.counts: Counter[str] = Counter()
         self.current: Actor | None = None
+        self.violation: str | None = None
         self._streams: dict[str, random.Random] = {}
         self._drawn: Counter[str] = Counter()
         self._queue: list[tuple[float, int, Actor]] = []

@@ -277,6 +277,7 @@ def simulate(seed: int, *, muted: frozenset[str] = frozenset(), scenario: Scenar
         except Exception as err:  # noqa: BLE001  (what no code of the world expects is a violation too)
             violation = f"error: {type(err).__name__}: {err}"
             world.lines += [Line(world.now, "error", line) for line in traceback.format_exc().splitlines()]
+    violation = world.violation or violation
     lines, true_s = [str(line) for line in world.lines], world.now - EPOCH
     return Result(seed, violation, lines, world.struck, world.counts, true_s, time.process_time() - began)
 
