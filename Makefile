@@ -40,11 +40,11 @@ test-frameworks: venv frameworks-venv  ## Run trainings of seven libraries, lost
 	PYTHONPATH=$(CURDIR):$(CURDIR)/agent $(FRAMEWORKS)/bin/python -m pytest -n $(JOBS) tests/frameworks/inside $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) tests/frameworks/test_plain_savers.py tests/frameworks/test_moved_and_interrupted.py $(ARGS)
 
-drills: venv  ## Break real runs of this machine by every fault of envscaler drill (8 minutes).
-	$(BIN)/python -m pytest tests/drills $(ARGS)
+drills: venv  ## Break real runs of this machine by every fault of envscaler drill (10 minutes).
+	$(BIN)/python -m pytest tests/drills tests/e2e/test_drills.py $(ARGS)
 
 e2e: venv  ## Run the rest against a real Airflow (12 minutes on 2 cores).
-	$(BIN)/python -m pytest -n $$(($(AIRFLOWS) + 1)) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes $(ARGS)
+	$(BIN)/python -m pytest -n $$(($(AIRFLOWS) + 1)) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes --ignore tests/e2e/test_drills.py $(ARGS)
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
 	$(BIN)/python -m pytest tests/e2e/kubernetes $(ARGS)
