@@ -496,6 +496,13 @@ class Invariants:
                 total += seconds / 3600.0 * (node.offer.usd_per_hour or 0.0)
         return total
 
+    def _granule_usd(self, node: Node) -> float:
+        """What whole seconds may change: two of them, or the least charge of a machine held for a moment."""
+        billing = tariffs().get(node.offer.cloud, UNKNOWN_TARIFF).billing
+        is_short = billing is not None and node.held_s(self.world.now) < 2.0
+        seconds = billing.minimum_s if is_short and billing is not None else 2.0
+        return max(2.0, seconds) * (node.offer.usd_per_hour or 0.0) / 3600.0
+
     def _by_attempt(self, ledger: Ledger) -> dict[tuple[int, int], list[Node]]:
         found: dict[tuple[int, int], list[Node]] = defaultdict(list)
         for node in self._nodes(ledger):
@@ -514,7 +521,7 @@ class Invariants:
             if told is None:
                 fail("money", f"attempt {attempt.key} ({attempt.outcome}) has no bill, it cost ${true:.4f}")
                 continue
-            granule = sum(2.0 * (node.offer.usd_per_hour or 0.0) / 3600.0 for node in nodes) + 1e-6
+            granule = sum(self._granule_usd(node) for node in nodes) + 1e-6
             is_least = attempt.end.usage_is_lower_bound or attempt.unreleased
             if told > true + granule or (told < true - granule and not is_least):
                 fail(
