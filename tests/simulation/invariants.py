@@ -154,7 +154,7 @@ class Invariants:
             fail("claims", f"{effect.machine.name} claims {key} as {self._writers[mine]} and {number}")
 
     def _renewed(self, ledger: Ledger) -> None:
-        """An owner that is there answers what it is asked."""
+        """A live owner answers each request."""
         live = ledger.state.live
         for request in ledger.state.pending if live is not None and live.phase == "started" else ():
             key = (ledger.prefix, request.number)
@@ -497,7 +497,7 @@ class Invariants:
         return total
 
     def _granule_usd(self, node: Node) -> float:
-        """What whole seconds may change: two of them, or the least charge of a machine held for a moment."""
+        """What whole seconds may change: two of them, or the least charge of a machine that ran for less."""
         billing = tariffs().get(node.offer.cloud, UNKNOWN_TARIFF).billing
         is_short = billing is not None and node.held_s(self.world.now) < 2.0
         seconds = billing.minimum_s if is_short and billing is not None else 2.0
