@@ -6,26 +6,18 @@ A cloud of one seed is like a cluster, which recreates lost nodes, or like plain
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from envscaler_airflow.backends.base import (
-    QUIET_S,
-    SILENT,
-    AttemptRequest,
-    AttemptStatus,
-    Backend,
-    Leftover,
-    ListsLeftovers,
-    NodeEnd,
-    ReplacesNodes,
-)
-from envscaler_airflow.errors import BackendError, CapacityError
+from envscaler_airflow.backends.base import SILENT, AttemptRequest, NodeEnd
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.run import Handle, NodeStatus
 from envscaler_airflow.run.cost import UsageInterval
 from tests.simulation.kernel import Machine, World
+
+if TYPE_CHECKING:
+    from tests.simulation.cloud_client import SimBackend
 
 NAME = "simulated"
 START_S = (20.0, 300.0)
@@ -171,8 +163,8 @@ class SimCloud:
         offers: tuple[Offer, ...],
         node_type: NodeType,
         replaces: bool,
+        backend_type: type[SimBackend],
         tells_time: bool = True,
-        backend_type: type[SimBackend] | None = None,
         skew_s: float = 0.0,
     ) -> None:
         """Begin without machines; *store* is the simulated store, a process's client is a *backend_type*."""
@@ -183,7 +175,7 @@ class SimCloud:
         self.replaces = replaces
         self.tells_time = tells_time
         self.resizes: dict[str, Any] = {}
-        self._backend_type = backend_type or (ReplacingBackend if replaces else SimBackend)
+        self._backend_type = backend_type
         self.skew_s = skew_s
         self.attempts: dict[str, Attempt] = {}
         self.by_machine: dict[str, Node] = {}
@@ -209,7 +201,7 @@ class SimCloud:
         for node in self.nodes:
             if self.is_silent(node):
                 node.silent_until = now
-                self._later(0.0, lambda node=node: self._reached(node), f"return of {node.name}")
+                self.later(0.0, lambda node=node: self._reached(node), f"return of {node.name}")
 
     def was_away(self, at: float) -> bool:
         """True if it answered no call at *at*."""
@@ -253,7 +245,7 @@ class SimCloud:
     def _bring_up(self, node: Node) -> None:
         """Find a machine, start it, and let it be lost if that is its fate."""
         world, random = self.world, self.world.stream("machines")
-        while self._is_dry(node.offer):
+        while self.is_dry(node.offer):
             node.has_no_machine = True
             world.sleep(60.0)
             if node.is_over:
@@ -276,7 +268,8 @@ class SimCloud:
         node.life.begin()
         self._plan_fate(node)
 
-    def _is_dry(self, offer: Offer) -> bool:
+    def is_dry(self, offer: Offer) -> bool:
+        """True while no machine of *offer* is available."""
         return self.world.now < self.dry_until.get(offer.name, 0.0)
 
     def _plan_deadline(self, node: Node) -> None:
@@ -284,7 +277,7 @@ class SimCloud:
         deadline_s = node.attempt.request.deadline_s
         if deadline_s is not None and deadline_s < 7 * 86400.0:
             held_s = sum(one.held_s(self.world.now) for one in node.attempt.nodes[node.node])
-            self._later(max(0.0, deadline_s - held_s), lambda: self._expire(node), f"deadline of {node.name}")
+            self.later(max(0.0, deadline_s - held_s), lambda: self._expire(node), f"deadline of {node.name}")
 
     def _expire(self, node: Node) -> None:
         if node.is_over:
@@ -296,20 +289,21 @@ class SimCloud:
         grace_s = node.attempt.request.grace_s
         node.life.signal(grace_s)
         end = NodeEnd(None, 9, "deadline-exceeded", "the machine's own deadline")
-        self._later(grace_s, lambda: self._kill(node, end), f"end of {node.name}")
+        self.later(grace_s, lambda: self._kill(node, end), f"end of {node.name}")
 
     def _plan_fate(self, node: Node) -> None:
         world, random = self.world, self.world.stream("fates")
         if node.offer.capacity_type == "spot" and world.strikes("preempt", node.name):
-            self._later(random.expovariate(1 / 3600.0), lambda: self._preempt(node), f"spot of {node.name}")
+            self.later(random.expovariate(1 / 3600.0), lambda: self._preempt(node), f"spot of {node.name}")
         if world.strikes("hardware", node.name):
-            self._later(random.expovariate(1 / 7200.0), lambda: self.lose(node), f"disk of {node.name}")
+            self.later(random.expovariate(1 / 7200.0), lambda: self.lose(node), f"disk of {node.name}")
         if world.strikes("cut-off", node.name):
             lasts = random.choice((60.0, 300.0, 1200.0, 4000.0)) * random.uniform(0.5, 1.5)
             at = random.expovariate(1 / 3600.0)
-            self._later(at, lambda: self.cut_off(node, lasts), f"network of {node.name}")
+            self.later(at, lambda: self.cut_off(node, lasts), f"network of {node.name}")
 
-    def _later(self, after_s: float, act: Callable[[], object], name: str) -> None:
+    def later(self, after_s: float, act: Callable[[], object], name: str) -> None:
+        """Let *act* happen in the cloud *after_s* seconds from now; the timeline shows *name*."""
         self.world.spawn("cloud", act, machine=self._machine, after_s=after_s, name=f"cloud/{name}")
 
     def _preempt(self, node: Node) -> None:
@@ -325,7 +319,7 @@ class SimCloud:
             if self.world.stream("fates").random() < 0.5:
                 self.world.note(f"{victim.name} gets the notice of its preemption", who="cloud")
                 victim.life.signal(30.0)
-                self._later(30.0, lambda victim=victim: self.lose(victim), f"preemption of {victim.name}")
+                self.later(30.0, lambda victim=victim: self.lose(victim), f"preemption of {victim.name}")
             else:
                 self.lose(victim)
 
@@ -355,7 +349,7 @@ class SimCloud:
         node.silent_from, node.silent_until = world.now, world.now + seconds
         if world.stream("fates").random() < 0.7:  # else only the cloud does not reach it
             node.life.cut_off(seconds)
-        self._later(seconds, lambda: self._reached(node), f"return of {node.name}")
+        self.later(seconds, lambda: self._reached(node), f"return of {node.name}")
 
     def _reached(self, node: Node) -> None:
         if node.is_doomed and self.world.now >= node.silent_until:
@@ -408,7 +402,7 @@ class SimCloud:
             if not self.is_silent(node):
                 node.life.signal(grace_s)
             end = NodeEnd(None, 9, "killed", "the grace is over")
-            self._later(grace_s, lambda: self._kill(node, end), f"grace of {node.name}")
+            self.later(grace_s, lambda: self._kill(node, end), f"grace of {node.name}")
         else:
             self._kill(node, NodeEnd(None, 9, "killed", "at once"))
 
@@ -472,168 +466,3 @@ class SimCloud:
         end = None if ended is None else float(int(ended + self.skew_s))
         now = self.now() if self.tells_time else None
         return UsageInterval(node.node, float(int(node.began_at + self.skew_s)), end, now)
-
-
-class SimBackend:
-    """The cloud as one process sees it: :class:`~envscaler_airflow.backends.base.Backend`."""
-
-    name = NAME
-
-    def __init__(self, cloud: SimCloud, machine: Machine) -> None:
-        """See *cloud* from *machine*."""
-        self.cloud = cloud
-        self.machine = machine
-        self._shown: dict[str, tuple[float, AttemptStatus]] = {}
-
-    def offers(self) -> tuple[Offer, ...]:
-        """See :meth:`Backend.offers`."""
-        self._ask("offers")
-        return self.cloud.offers
-
-    def render(self, request: AttemptRequest) -> dict[str, Any]:
-        """See :meth:`Backend.render`."""
-        return {"name": _name(request)}
-
-    def submit(self, request: AttemptRequest) -> Handle:
-        """See :meth:`Backend.submit`."""
-        name = _name(request)
-        self._ask(f"submit {name}")
-        cloud, world = self.cloud, self.cloud.world
-        if world.strikes("cloud-late", f"submit {name}"):
-            after_s = world.stream("cloud-late").uniform(1.0, 90.0)
-            cloud._later(
-                after_s, lambda: name in cloud.attempts or cloud.start(request, name), f"late {name}"
-            )
-            raise BackendError(f"submit {name}: no answer in time", transient=True)
-        attempt = cloud.attempts.get(name)
-        if attempt is None:
-            for part in request.allocation.parts:
-                if world.strikes("sold-out", part.offer.name):
-                    cloud.sell_out(part.offer)
-                if cloud._is_dry(part.offer) and world.stream("fates").random() < 0.5:
-                    raise CapacityError(f"{part.offer.name}: InsufficientInstanceCapacity")
-            attempt = cloud.start(request, name)
-        if attempt.is_released:
-            raise BackendError(f"{name}: this attempt has ended and was released")
-        self._answer(f"submit {name}")
-        return attempt.handle
-
-    def find(self, request: AttemptRequest) -> Handle | None:
-        """See :meth:`Backend.find`."""
-        self._ask(f"find {_name(request)}")
-        found = self.cloud.attempts.get(_name(request))
-        return None if found is None or found.is_released else found.handle
-
-    def observe(self, handle: Handle) -> AttemptStatus:
-        """See :meth:`Backend.observe`."""
-        self._ask(f"observe {handle.name}")
-        cloud, world = self.cloud, self.cloud.world
-        at, shown = self._shown.get(handle.name, (-math.inf, None))
-        if shown is not None and world.now - at < 60.0 and world.strikes("cloud-stale", handle.name):
-            return shown
-        attempt = self._attempt(handle)
-        if attempt.is_released:
-            nodes = range(len(attempt.nodes))
-            return AttemptStatus(tuple(NodeStatus(node, "lost", reason="killed") for node in nodes))
-        if world.strikes("cloud-unknown", handle.name):
-            return AttemptStatus(tuple(NodeStatus(node, "unknown") for node in range(len(attempt.nodes))))
-        status = AttemptStatus(tuple(cloud.seen(machines[-1]) for machines in attempt.nodes))
-        self._shown[handle.name] = (world.now, status)
-        return status
-
-    def stop(self, handle: Handle, *, grace_s: float) -> None:
-        """See :meth:`Backend.stop`."""
-        self._ask(f"stop {handle.name}")
-        attempt = self.cloud.attempts.get(handle.name)
-        if attempt is not None:
-            self.cloud.stop(attempt, grace_s)
-        self._answer(f"stop {handle.name}")
-
-    def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
-        """See :meth:`Backend.usage`."""
-        self._ask(f"usage {handle.name}")
-        found = (self.cloud.interval(node) for node in self._attempt(handle).all_nodes)
-        return tuple(one for one in found if one is not None)
-
-    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """See :meth:`Backend.logs`: nothing is kept."""
-        del handle, since
-        return iter(())
-
-    def release(self, handle: Handle) -> None:
-        """See :meth:`Backend.release`."""
-        self._ask(f"release {handle.name}")
-        self.cloud.release(self._attempt(handle))
-        self._answer(f"release {handle.name}")
-
-    def leftovers(self, store_url: str) -> Iterator[Leftover]:
-        """See :meth:`ListsLeftovers.leftovers`."""
-        self._ask("leftovers")
-        for attempt in list(self.cloud.attempts.values()):
-            request = attempt.request
-            if attempt.is_released or request.store_url != store_url:
-                continue
-            yield Leftover(
-                attempt.handle,
-                request.run_prefix,
-                request.generation,
-                request.attempt,
-                self.cloud.world.now - attempt.made_at,
-                not attempt.is_over,
-            )
-
-    def remove(self, handle: Handle) -> None:
-        """See :meth:`ListsLeftovers.remove`."""
-        self._ask(f"remove {handle.name}")
-        self.cloud.remove(self._attempt(handle))
-        self._answer(f"remove {handle.name}")
-
-    def _attempt(self, handle: Handle) -> Attempt:
-        found = self.cloud.attempts.get(handle.name)
-        if found is None:
-            raise BackendError(f"{handle.name}: was never started here")
-        return found
-
-    def _ask(self, what: str) -> None:
-        world = self.cloud.world
-        world.point(what)
-        if world.strikes("cloud-slow", what):
-            world.sleep(world.stream("cloud-slow").uniform(1.0, 90.0))
-        if world.strikes("cloud-away", what):
-            lasts = 30.0 * 240.0 ** world.stream("cloud-away").random()
-            self.cloud.away.append((world.now, world.now + lasts))
-            world.note(f"the cloud does not answer for {lasts:.0f} s")
-        if self.cloud.was_away(world.now) or world.strikes("cloud-refuse", what):
-            raise BackendError(f"{what}: no answer", transient=True)
-
-    def _answer(self, what: str) -> None:
-        self.cloud.world.point(f"answer to {what}")
-        if self.cloud.world.strikes("cloud-lost-answer", what):
-            raise BackendError(f"{what}: no answer", transient=True)
-
-
-class ReplacingBackend(SimBackend):
-    """The same, for a cloud that recreates lost nodes."""
-
-    def replace_nodes(self, handle: Handle, *, quiet_s: Mapping[int, float]) -> tuple[str, ...]:
-        """See :meth:`ReplacesNodes.replace_nodes`."""
-        self._ask(f"replace nodes of {handle.name}")
-        found = []
-        for machines in self._attempt(handle).nodes:
-            node, status = machines[-1], self.cloud.seen(machines[-1])
-            is_silent = status.state == "lost" and status.reason == SILENT
-            if is_silent and quiet_s.get(node.node, 0.0) >= QUIET_S:
-                self.cloud.give_up(node)
-                found.append(node.name)
-        self._answer(f"replace nodes of {handle.name}")
-        return tuple(found)
-
-
-def _name(request: AttemptRequest) -> str:
-    return f"{request.run_prefix}/g{request.generation}-a{request.attempt}"
-
-
-if TYPE_CHECKING:
-    _backend: Callable[[SimBackend], Backend] = lambda one: one  # noqa: E731
-    _replaces: Callable[[ReplacingBackend], ReplacesNodes] = lambda one: one  # noqa: E731
-    _lists: Callable[[SimBackend], ListsLeftovers] = lambda one: one  # noqa: E731

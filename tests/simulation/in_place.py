@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from envscaler_airflow.backends.base import ResizeState
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.run import Handle
-from tests.simulation.cloud import ReplacingBackend
+from tests.simulation.cloud_client import ReplacingBackend
 
 SLOW_S = (5.0, 900.0)
 """How long a resize takes, seconds. Chosen: a kubelet's round, and longer than an owner waits."""

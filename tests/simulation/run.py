@@ -20,6 +20,7 @@ from envscaler_airflow.owner import foreground
 from envscaler_airflow.planning.offers import Offer
 from tests.simulation import in_place, patches
 from tests.simulation.cloud import SimCloud
+from tests.simulation.cloud_client import ReplacingBackend, SimBackend
 from tests.simulation.invariants import Invariants
 from tests.simulation.kernel import EPOCH, Line, Violation, World
 from tests.simulation.node import Disk, SimNode
@@ -298,6 +299,7 @@ def _quietly() -> Iterator[None]:
 def _run(world: World, scenario: Scenario) -> None:
     skew = world.stream("clocks").uniform
     store = SimStore(world, skew_s=skew(-100.0, 100.0))
+    plain = ReplacingBackend if scenario.replaces else SimBackend
     cloud = SimCloud(
         world,
         store,
@@ -305,7 +307,7 @@ def _run(world: World, scenario: Scenario) -> None:
         node_type=SimNode,
         tells_time=world.stream("clocks").random() < 0.5,
         replaces=scenario.replaces or scenario.resizes,
-        backend_type=in_place.ResizingBackend if scenario.resizes else None,
+        backend_type=in_place.ResizingBackend if scenario.resizes else plain,
         skew_s=skew(-100.0, 100.0),
     )
     invariants = Invariants(world, store, cloud, reap_every_s=REAP_EVERY_S)

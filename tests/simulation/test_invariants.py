@@ -7,6 +7,7 @@ import pytest
 from envscaler_airflow.run import Actor, Event
 from envscaler_airflow.run import event_bodies as bodies
 from tests.simulation.cloud import SimCloud
+from tests.simulation.cloud_client import SimBackend
 from tests.simulation.invariants import Invariants
 from tests.simulation.kernel import Machine, Violation, World
 from tests.simulation.store import SimStore
@@ -23,7 +24,9 @@ class Watched:
         """Begin empty."""
         world = World(1)
         self.store = SimStore(world)
-        cloud = SimCloud(world, self.store, offers=(), node_type=None, replaces=False)
+        cloud = SimCloud(
+            world, self.store, offers=(), node_type=None, replaces=False, backend_type=SimBackend
+        )
         self.invariants = Invariants(world, self.store, cloud, reap_every_s=3600.0)
         self.number = 0
 
