@@ -58,7 +58,6 @@ from envscaler_airflow.run import (
 )
 from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.run.event_bodies import AttemptReleased, ReleaseFailed
-from envscaler_airflow.run.recovery import next_allocation
 from envscaler_airflow.store.outputs import output_prefix
 from envscaler_airflow.store.run import RESULT, Run
 from envscaler_airflow.store.stockouts import forget
@@ -272,18 +271,15 @@ class Owner:
         )
 
     def _reserve_usd(self, state: RunState, observed: Observed | None, wake: Wake) -> float:
-        """Cost that the live attempt, or else the next one, still causes if it is drained now, USD."""
-        live, last, head = state.live, state.current, None
-        if live is not None:
-            allocation = None if observed is None else live.allocation
-            head = None if observed is None else observed.head
-        else:
-            allocation = None if last is None else next_allocation(last)
-        if self.owned.stage.budget_usd is None or allocation is None:
+        """Cost that the live attempt still causes if it is drained now, USD; 0 without a live attempt."""
+        if self.owned.stage.budget_usd is None or state.live is None or observed is None:
             return 0.0
         check_s = max(wake.check_s, limits.BUDGET_EVERY_S)
         known = limits.measured_s(state)
-        return limits.reserve_usd(allocation, check_s=check_s, checkpoint_s=known, status=head) or 0.0
+        usd = limits.reserve_usd(
+            state.live.allocation, check_s=check_s, checkpoint_s=known, status=observed.head
+        )
+        return usd or 0.0
 
     def _observed(self, live: AttemptState, wake: Wake) -> Observed | None:
         ages: dict[str, Any] = {"silent_s": wake.silent_s, "quiet_s": wake.quiet_s}

@@ -24,7 +24,7 @@ class Facts:
         observed: The live attempt; None if none is live or nothing could be observed.
         spent_usd: Metered cost of this generation; None if a price is unknown.
         budget_usd: Maximum cost of this generation; None for no limit.
-        reserve_usd: What the live attempt, or else the next one, still costs if it is drained now.
+        reserve_usd: What the live attempt still costs if it is drained now, USD; 0 without one.
         backoff_is_over: True if this call comes after the wait that the last one requested.
         is_overdue: True if a draining attempt did not end within its time.
         memory_limit_bytes: Memory per node that the current attempt has; None when unlimited or unknown.

@@ -21,8 +21,8 @@ def after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     """The start of the next attempt, a wait before it, or the failure of the run after *last*."""
     counted = tuple(a for a in state.attempts_of(state.generation) if a.ended_number > state.cleared_number)
     if not counted:
-        return Action("start", reason=f"taken up again after: {last.outcome}", target=next_allocation(last))
-    recovery, target = outcome_of(last.outcome).recovery, next_allocation(last)
+        return Action("start", reason=f"taken up again after: {last.outcome}", target=_next_allocation(last))
+    recovery, target = outcome_of(last.outcome).recovery, _next_allocation(last)
     is_full = recovery == "more-memory"
     memory = _raised_memory(facts) if is_full else still_fits(last, target)
     if is_full and memory is None:
@@ -64,7 +64,7 @@ def _has_money_left(state: RunState, facts: Facts) -> bool:
     return facts.budget_usd - facts.spent_usd >= WORTH_A_START * facts.budget_usd
 
 
-def next_allocation(last: AttemptState) -> Allocation | None:
+def _next_allocation(last: AttemptState) -> Allocation | None:
     """Return where the attempt after *last* runs; None if that has to be planned."""
     if outcome_of(last.outcome).recovery == "next-offer":
         return None

@@ -59,7 +59,7 @@ def test_a_clear_starts_no_attempt_that_would_be_drained_at_once(world):
     with pytest.raises(BudgetError):
         owner.resume(Wake("status"))
 
-    with pytest.raises(BudgetError, match="saving and ending costs up to"):
+    with pytest.raises(BudgetError, match="starting, saving and ending alone may cost"):
         world.owner(budget_usd=0.05, max_tries=5).enter()
 
     assert len(world.state.attempts) == 1
