@@ -84,8 +84,8 @@ class ReapOperator(BaseOperator):
 class PruneOperator(BaseOperator):
     """Removes old runs of this deployment from the run store; schedule it, for example every day.
 
-    It asks Airflow which DAG runs were deleted, and removes their runs at once. It never removes a run that
-    may still train, or one whose outputs a newer run reads. Pushes what it removed.
+    It asks Airflow which DAG runs were deleted, and removes their runs after 15 minutes. It never removes a
+    run that may still train, or one whose outputs a newer run reads. Pushes what it removed as XCom.
 
     Args:
         older_than: A run goes if its last sign of an owner is older, such as ``"30d"``.

@@ -278,9 +278,8 @@ def lay_out(context: SidecarContext) -> None:
     if context.spool.start.exists():
         context.memory.update(is_laid_out=True)
         return
-    if (
-        written := context.memory.start()
-    ) is not None:  # the training, which can use links by now, removed it
+    written = context.memory.start()
+    if written is not None:  # the training removed start.json, and may have put links anywhere by now
         _let_begin(context, written)
         return
     control: Control | None = None
