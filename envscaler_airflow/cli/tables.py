@@ -104,7 +104,7 @@ def print_runs(rows: Sequence[RunRow], console: Console | None = None) -> None:
     console.print(table)
     for row in rows:
         if row.status == "unreadable":
-            console.print(f"{row.prefix}: {printable(row.state.reason)}")
+            console.print(f"{row.prefix}: {printable(row.state.reason)}", soft_wrap=True)
 
 
 def print_run(
@@ -212,7 +212,7 @@ def print_rehearsals(found: Sequence[Rehearsal], console: Console | None = None)
     console.print(table)
     for one in found:
         for reason in one.missed:
-            console.print(f"{one.fault}: {printable(reason)}")
+            console.print(f"{one.fault}: {printable(reason)}", soft_wrap=True)
 
 
 def _print_pauses(console: Console, bill: Bill) -> None:

@@ -12,7 +12,7 @@ import envscaler_airflow
 from envscaler_airflow.cli import images as commands
 from envscaler_airflow.cli import main
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.sidecar_image import REQUIREMENTS, sidecar_image_name, write_context
+from envscaler_airflow.images.sidecar_image import sidecar_image_name, write_context
 
 VERSION = envscaler_airflow.__version__
 DIGEST = "sha256:" + "1" * 64
@@ -48,17 +48,19 @@ def builder(monkeypatch, tmp_path):
 
 
 def test_the_context_is_the_installed_package(tmp_path):
-    """Both packages without bytecode, their entry points, and the versions that are installed here."""
+    """Both packages without bytecode, their entry points, and the pinned packages in their versions here."""
     write_context(tmp_path / "context")
 
     packages = tmp_path / "context" / "packages"
     metadata = packages / f"envscaler_airflow-{VERSION}.dist-info"
     lines = (tmp_path / "context" / "requirements.txt").read_text().splitlines()
+    pins = [line.split()[0] for line in lines if "==" in line]
     assert (packages / "envscaler_agent" / "wrapper.py").is_file()
     assert (packages / "envscaler_airflow" / "sidecar").is_dir()
     assert not list(packages.rglob("__pycache__"))
     assert "[console_scripts]" in (metadata / "entry_points.txt").read_text()
-    assert lines == [f"{name}=={version(name)}" for name in REQUIREMENTS]
+    assert {"boto3", "pydantic"} <= {pin.partition("==")[0] for pin in pins}
+    assert pins == [f"{name}=={version(name)}" for name in (pin.partition("==")[0] for pin in pins)]
 
 
 def test_every_user_may_read_the_context(tmp_path):
