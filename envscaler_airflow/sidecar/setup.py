@@ -316,10 +316,11 @@ def _reason(context: SidecarContext, err: Exception, *, is_known: bool) -> str:
 
 
 def _is_away(context: SidecarContext) -> bool:
+    """True if the run's store still answers nothing: it is away, or the credentials have expired."""
     try:
         context.run.size(control_name(context.who.generation, context.who.attempt))
-    except StoreError as err:
-        return err.transient
+    except StoreError:
+        return True
     return False
 
 

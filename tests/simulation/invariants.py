@@ -17,6 +17,7 @@ from envscaler_airflow.owner.reap import YOUNG_S
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
 from envscaler_airflow.run import AttemptState, Event, RunState, fold, outcome_of
 from envscaler_airflow.run import event_bodies as bodies
+from envscaler_airflow.run.recovery import WORTH_A_START
 from envscaler_airflow.store.clock import STEP_S
 from envscaler_airflow.store.run import Run
 from tests.simulation.cloud import Node, SimCloud
@@ -383,6 +384,8 @@ class Invariants:
         row, last = outcome_of(ledger.state.failure), ledger.state.current
         if row.name == "setup-failed" and last is not None and last.key == (1, 1):
             return
+        if row.name == "deadline-exceeded" and self._is_spent(ledger):
+            return  # the machines end themselves when their part of the budget is spent
         is_blamed = ledger.state.status == "failed" and row.kind == "end" and row.caused_by == "user"
         if is_blamed and not any(fault.startswith(OF_THE_STAGE) for fault in self.world.struck):
             words = f"the run failed as {row.name}, and nothing of the stage did"
@@ -509,6 +512,17 @@ class Invariants:
             found[_key(node)].append(node)
         return found
 
+    def _has_billed_time(self, node: Node) -> bool:
+        """True if the cloud's bill, in whole seconds, shows any."""
+        interval = self.cloud.interval(node)
+        return interval is not None and (interval.end is None or interval.end > interval.start)
+
+    def _is_spent(self, ledger: Ledger) -> bool:
+        """True if no further attempt is worth its start."""
+        budget = ledger.state.begun.budget_usd
+        spent = self._true_usd(list(self._nodes(ledger)))
+        return budget is not None and spent >= (1.0 - WORTH_A_START) * budget
+
     def _check_money(self, ledger: Ledger) -> None:
         by_attempt = self._by_attempt(ledger)
         for attempt in ledger.state.attempts:
@@ -516,8 +530,8 @@ class Invariants:
             true, told = self._true_usd(nodes), attempt.end.usd
             if attempt.is_live or attempt.handle is None:  # one that was not known to start is reaped
                 continue
-            if told is None and attempt.unreleased:
-                continue  # the cloud did not answer before the run was over, and the report says so
+            if told is None and (attempt.unreleased or not any(map(self._has_billed_time, nodes))):
+                continue  # no answer in time, or a bill as of deleted machines: the report says unknown
             if told is None:
                 fail("money", f"attempt {attempt.key} ({attempt.outcome}) has no bill, it cost ${true:.4f}")
                 continue

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,9 +146,10 @@ class Gang:
         if index == 0:
             self.address = None
         if is_clean:
+            left = list(self.members.values())
             rank.node.world.spawn(
                 "network",
-                lambda: self._interrupt(PeerGoneError),
+                lambda: self._interrupt(PeerGoneError, left),
                 machine=rank.node.machine,
                 after_s=PEER_S[1],
                 name=f"{rank.node.name}/peers",
@@ -160,11 +161,16 @@ class Gang:
         elif is_noticed:
             self._interrupt(PeerGoneError)
 
-    def _interrupt(self, why: type[Exception]) -> None:
+    def _interrupt(self, why: type[Exception], ranks: Iterable[Training] | None = None) -> None:
+        """Raise *why* in those of *ranks* (default: all) that are there; one that lost its peers ends."""
+        found = [one for one in self.members.values() if ranks is None or one in ranks]
+        if not found:
+            return
         self._arrived.clear()
         self._has_begun = False
-        for other in self.members.values():
-            other.interrupt = why()
+        for other in found:
+            if not isinstance(other.interrupt, PeerGoneError):
+                other.interrupt = why()
             other.node.nudge("training")
 
     def meet(self, rank: Training, value: Any) -> Any:

@@ -42,6 +42,14 @@ def deep(folder, depth=DEPTH):
     os.close(here)
 
 
+@pytest.fixture
+def deep_folder(tmp_path):
+    """A folder deeper than ``shutil.rmtree`` can remove: it is gone before pytest tries."""
+    deep(tmp_path / "deep")
+    yield tmp_path / "deep"
+    Root.real(tmp_path).remove("deep")
+
+
 def with_header(header):
     """Return a safetensors file of that header alone."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -129,23 +137,20 @@ def test_a_zip_that_lists_a_gigabyte_of_members_is_not_listed(tmp_path):
     assert most < 8 << 20
 
 
-def test_folders_too_deep_to_name_are_left_out_of_a_snapshot(tmp_path):
+def test_folders_too_deep_to_name_are_left_out_of_a_snapshot(deep_folder):
     """A path has at most 1,024 characters; the rest of the folder is kept (B1)."""
-    put(tmp_path / "ck", {"weights.bin": b"mine"})
-    deep(tmp_path / "ck")
+    put(deep_folder, {"weights.bin": b"mine"})
 
-    found = tree.look(tmp_path / "ck")
+    found = tree.look(deep_folder)
 
     assert [item.path for item in found.files] == ["weights.bin"]
     assert list(found.left_out.values()) == ["its name cannot be kept; rename it"]
 
 
-def test_folders_too_deep_to_name_are_refused_in_an_output(tmp_path):
+def test_folders_too_deep_to_name_are_refused_in_an_output(deep_folder):
     """An output is complete or absent (B1)."""
-    deep(tmp_path / "out")
-
     with pytest.raises(CheckpointError, match="cannot be kept; rename it"):
-        manifests.walk(tmp_path / "out")
+        manifests.walk(deep_folder)
 
 
 def test_folders_of_any_depth_are_removed(tmp_path):

@@ -1,6 +1,7 @@
 """What setup lays out before the start, and what it reports when it fails."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import attempts
 import pytest
@@ -293,6 +294,21 @@ def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, sto
 
     assert (bench.start()["failed"], bench.start()["reason"]) == ("the store is down", "orphaned")
     assert bench.state.failed_as == "orphaned"
+
+
+def test_credentials_that_expire_before_the_set_up_are_no_fault_of_the_stage(node, store, monkeypatch):
+    """They worked for the attempt before; the next attempt gets new ones (seed 33400995)."""
+    bench = node()
+    bench.context.who = dataclasses.replace(bench.context.who, attempt=2)
+    expired = StoreError("read control/g1-a2.json: 403, the credentials have expired", status=403)
+
+    def refuse(*_args, **_options):
+        raise expired
+
+    monkeypatch.setattr(bench.context, "run", SimpleNamespace(size=refuse, read=refuse, create=refuse))
+    lay_out(bench.context)
+
+    assert (bench.start()["failed"], bench.start()["reason"]) == (str(expired), "orphaned")
 
 
 def test_a_volume_that_does_not_answer_is_the_stages_fault(node, store, monkeypatch):
