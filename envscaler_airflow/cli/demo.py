@@ -50,7 +50,7 @@ LOOK_S = 0.5
 ASK_S = 2.0
 """Between two questions to the API server, which shares the cores with the training."""
 LOSE_AFTER_STEPS = 10
-"""Steps beyond a checkpoint at which the machine is removed. Chosen: a visible loss."""
+"""Steps beyond a checkpoint at which a moved training's machine is removed. Chosen: a visible loss."""
 LOSE_ANYWAY = 0.6
 """Share of the work after which the demo stops waiting for a move. Chosen: enough work is left to resume."""
 
@@ -366,17 +366,17 @@ class Patience:
 def reason_to_lose(follower: StageFollower) -> str | None:
     """Why now is the time to take the machine away; None while it is not.
 
-    After a move, or once it is clear that none comes; and always some steps after a
-    checkpoint of the very attempt, so that something is lost and something is kept.
+    Some steps after a checkpoint of the attempt that was moved, so that something is lost and something is
+    kept; or, once it is clear that no move comes, at the next report after a checkpoint: little time is left.
     """
     attempt, status = follower.attempt(), follower.status
     if attempt is None or status is None or follower.state.pending or status.ended is not None:
         return None
     step, saved = status.progress.step, status.last_checkpoint_step
-    if status.attempt != attempt.number or step is None or saved is None or step - saved < LOSE_AFTER_STEPS:
+    if status.attempt != attempt.number or step is None or saved is None:
         return None
     if moves(follower.state):
-        return "a spot loss after the move"
+        return "a spot loss after the move" if step - saved >= LOSE_AFTER_STEPS else None
     done, total = _done(status)
     if total and done / total > LOSE_ANYWAY:
         return "a spot loss; no move was requested so far"

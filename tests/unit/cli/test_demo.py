@@ -191,15 +191,16 @@ def test_waits_for_a_checkpoint_after_the_move_and_some_steps_beyond(run):
 
 
 def test_without_a_move_the_machine_goes_late(run):
-    """At half of the work a move may still come; beyond 60 % the demo does not wait for it."""
+    """At half of the work a move may still come; beyond 60 % the demo waits neither for it nor for steps."""
 
-    def why(step):
-        run.say(1, step=step, total_steps=400, saved=step - 20)
+    def why(step, saved):
+        run.say(1, step=step, total_steps=400, saved=saved)
         run.follower.lines()
         return reason_to_lose(run.follower)
 
-    assert why(200) is None
-    assert why(241) == "a spot loss; no move was requested so far"
+    assert why(200, 180) is None
+    assert why(241, None) is None
+    assert why(260, 260) == "a spot loss; no move was requested so far"
 
 
 def test_never_takes_a_machine_away_while_an_answer_is_due(run):
