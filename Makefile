@@ -32,7 +32,7 @@ $(FRAMEWORKS)/.ready: dags/examples/frameworks/requirements.txt
 	touch $@
 
 # The files that take longest, which build images, come first: else a worker begins one when the others are done.
-test: venv  ## Run everything that needs no Airflow services (16 minutes on 2 cores).
+test: venv  ## Run everything that needs no Airflow services (12 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		tests/integration tests/contract tests/compat tests/golden tests/simulation tests/unit $(ARGS)
 
