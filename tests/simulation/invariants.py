@@ -550,6 +550,8 @@ class Invariants:
         if over is None or any(start < over and end > over - 1200.0 for start, end in self.cloud.away):
             return
         for attempt in ledger.state.attempts if ledger.state.number else ():
+            if ledger.ended.get(attempt.key, over) > over - 3600.0:
+                continue  # there was hardly a second try
             nodes = by_attempt.get(attempt.key, [])
             is_gone = all(one.is_over and (one.ended_at or 0.0) < over - 3600.0 for one in nodes)
             if attempt.unreleased and attempt.released_at is None and is_gone:
