@@ -439,6 +439,27 @@ class Transfer(Message):
 
 
 @dataclass(frozen=True)
+class Resume(Message):
+    """Where all nodes of an attempt continue once the pod of one was replaced, as node 0 chose it.
+
+    Attributes:
+        claims: Claim to each node, by its number, for which node 0 chose; 1 where none was replaced.
+        checkpoint: Checkpoint folder name, or the URI that the attempt began from; None: from the beginning.
+        manifest_claim: Claim of the manifest that it chose in that folder; None for a URI.
+        step: Step of that checkpoint; 0 at the beginning, None if unknown.
+        reached: Step that the training had reached at the choice; None if unknown.
+        repeated_steps: Steps that are done again, over all choices of this pod of node 0.
+    """
+
+    claims: Tuple[int, ...] = ()
+    checkpoint: Optional[str] = None
+    manifest_claim: Optional[int] = None
+    step: Optional[int] = None
+    reached: Optional[int] = None
+    repeated_steps: int = 0
+
+
+@dataclass(frozen=True)
 class Status(Message):
     """The last report of a node (``status/g1-a3-n0-c2.json``, every 15 s and on change).
 
@@ -454,6 +475,7 @@ class Status(Message):
         start_step: Step that this attempt began at (0 fresh, else the checkpoint's).
         restored_from: Checkpoint folder name or URI that node 0 chose; None when fresh.
         restored_claim: Claim of the manifest that it chose in that folder; None for a URI.
+        resume: Where it continues since a node was replaced; None until then.
         setup_s: Seconds from the node's start to the start of its command: workdir, inputs, restore.
         restore_s, checkpoint_s: Seconds of the restore and of the last checkpoint (save and upload).
         rejected: Checkpoints that were found torn at the restore, each with its reason.
@@ -484,6 +506,7 @@ class Status(Message):
     start_step: Optional[int] = None
     restored_from: Optional[str] = None
     restored_claim: Optional[int] = None
+    resume: Optional[Resume] = None
     setup_s: Optional[float] = None
     restore_s: Optional[float] = None
     checkpoint_s: Optional[float] = None
@@ -504,6 +527,11 @@ class Status(Message):
         """Refuse a phase or health that no reader knows."""
         _check(self.phase, PHASES, "phase")
         _check(self.health, HEALTHS, "health")
+
+    @property
+    def resumed_at(self) -> Optional[int]:
+        """Step at which the training last began, by this pod's start or since another node was replaced."""
+        return self.start_step if self.resume is None or self.resume.step is None else self.resume.step
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,8 @@ class Session:
 
         Counts of steps, epochs and samples continue from there. A rank that is restarted inside its attempt,
         as torchrun does, continues from the newest save of the attempt if all its ranks are on one node;
-        otherwise from the checkpoint of the attempt's start, which is the same on every node.
+        otherwise from what the sidecars of all nodes agreed on: the checkpoint of the attempt's start, or,
+        since a node was replaced, the newest one.
         """
         found = self._start.restore
         path = self._newest_here()

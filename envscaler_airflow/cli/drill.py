@@ -501,7 +501,7 @@ def _reported(node: Status) -> NodeSample:
         sequence=node.sequence,
         phase=node.phase,
         step=node.progress.step,
-        start_step=node.start_step,
+        start_step=node.resumed_at,
         saved_step=node.last_checkpoint_step,
         step_s=node.progress.step_time_s or (1 / speed if speed else None),
         first_step_s=node.progress.first_step_s,

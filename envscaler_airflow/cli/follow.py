@@ -155,13 +155,13 @@ class StageFollower:
 
     def _resume(self) -> Iterator[str]:
         current, status = self.state.current, self.status
-        if current is None or status is None or status.start_step is None:
+        if current is None or status is None or status.resumed_at is None:
             return
         before = self._resumed.get(current.key)
-        if before == status.start_step:
+        if before == status.resumed_at:
             return
-        self._resumed[current.key] = status.start_step
-        words = resumed(self.state, status.start_step, earlier=before)
+        self._resumed[current.key] = status.resumed_at
+        words = resumed(self.state, status.resumed_at, earlier=before)
         if words:
             yield words
 

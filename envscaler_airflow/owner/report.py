@@ -50,14 +50,15 @@ def measured(run: Run, attempt: AttemptState) -> dict[str, Any]:
 def _before(run: Run, attempt: AttemptState, last: Status) -> dict[str, Any]:
     """Return what earlier pods of node 0 did within the same attempt, before the *last* one.
 
-    ``earlier_pods_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated.
-    ``start_step``: step at which the first of these pods began.
+    ``earlier_pods_s``: seconds of training. ``repeated_steps``: steps that a later pod repeated, or the same
+    after another node was replaced. ``start_step``: step at which the first of these pods began.
     """
     statuses = [run.status_of_claim(attempt.key, claim) for claim in range(1, last.claim)]
     known = [one for one in statuses if one is not None]
+    regrouped = [one.resume.repeated_steps for one in (*known, last) if one.resume is not None]
+    trained, repeated = 0.0, sum(max(0, steps) for steps in regrouped)
     if not known:
-        return {}
-    trained, repeated = 0.0, 0
+        return {"repeated_steps": min(repeated, MOST)} if repeated else {}
     for one, after in pairwise([*known, last]):
         done = one.progress
         trained += max(0.0, (done.elapsed_s or 0.0) - (done.first_step_s or 0.0) - (done.save_s or 0.0))

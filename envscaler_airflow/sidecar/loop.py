@@ -18,6 +18,7 @@ from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.sidecar import owner_watch, setup
 from envscaler_airflow.sidecar.context import SidecarContext, WorkInterruptedError
 from envscaler_airflow.sidecar.owner_watch import OwnerWatch
+from envscaler_airflow.sidecar.replaced import Regroup
 from envscaler_airflow.sidecar.snapshots import Snapshots
 from envscaler_airflow.sidecar.spool_state import State
 from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs, WriteBack
@@ -41,6 +42,7 @@ class Heavy:
         """Continue where an earlier sidecar stopped."""
         self._context = context
         self._checkpoints: Checkpoints | None = None
+        self._regroup: Regroup | None = None
         self._outputs = Outputs(context)
         self._volumes = WriteBack(context)
         self.session: SessionSettings | None = None
@@ -61,9 +63,11 @@ class Heavy:
         if context.memory.state.failed is not None:
             context.memory.update(is_drained=True)
             return
-        if self._checkpoints is None:
+        if self._checkpoints is None or self._regroup is None:
             self.session = setup.session_of(context, setup.first_control(context))
             self._checkpoints = Checkpoints(context, context.layout.keep, volumes=self._volumes)
+            self._regroup = Regroup(context, self._checkpoints)
+        self._regroup.step()
         has_left = self._checkpoints.step()
         if has_left and context.memory.state.is_final_snapshot_done:
             ended = context.ended()
@@ -164,6 +168,7 @@ def compose(context: SidecarContext, said: Status | None, *, is_over: bool) -> S
         start_step=state.start_step,
         restored_from=state.restored_from,
         restored_claim=state.restored_claim,
+        resume=state.resume,
         restore_s=state.restore_s,
         checkpoint_s=state.checkpoint_s if state.checkpoint_s is not None else base.checkpoint_s,
         rejected=state.rejected,

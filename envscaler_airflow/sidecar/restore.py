@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from envscaler_agent.protocol import (
+    MAX_JSON_BYTES,
     Control,
     Ended,
     Manifest,
     Progress,
+    Resume,
     Status,
     is_safe_name,
     parse_checkpoint_name,
@@ -27,6 +29,7 @@ from envscaler_airflow.run import outcome_of
 from envscaler_airflow.sidecar import tree
 from envscaler_airflow.sidecar.completeness import Settling
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
+from envscaler_airflow.sidecar.spool_state import AttemptNode
 from envscaler_airflow.store import checkpoints, manifests
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
@@ -84,35 +87,81 @@ def restore(context: SidecarContext, control: Control) -> Restored | None:
     began = context.monotonic()
     context.memory.update(is_restoring=True)
     try:
-        found = _choose(context, control) if context.who.node == 0 else _follow(context, control)
+        found, resume = _choose(context, control) if context.who.node == 0 else _follow(context, control)
         if found is not None:
             found = _lay_back(context, found)
     finally:
         context.memory.update(is_restoring=False)
-    _publish(context, found, context.monotonic() - began)
+    _publish(context, found, resume, context.monotonic() - began)
     return found
 
 
-def _publish(context: SidecarContext, found: Restored | None, restore_s: float) -> None:
+def is_regrouped(context: SidecarContext) -> bool:
+    """True where all nodes continue from one checkpoint once the pod of one was replaced.
+
+    Not for one node, and not where nodes come and go: such a training goes on without the lost one.
+    """
+    return context.who.nodes > 1 and context.layout.processes_per_node is None
+
+
+def claims_of(context: SidecarContext) -> tuple[int, ...]:
+    """The newest claim to each node of the attempt, at least 1: of a pod that has yet to come, too.
+
+    Raises:
+        StoreError: The store did not answer in time.
+    """
+    who, resume = context.who, context.memory.state.resume
+    known = resume.claims if resume is not None else (1,) * who.nodes
+
+    def newest(node: int) -> int:
+        call = partial(
+            newest_claim,
+            context.run,
+            generation=who.generation,
+            attempt=who.attempt,
+            node=node,
+            known=known[node],
+        )
+        return context.patiently(call, what=f"claim of node {node}")
+
+    return tuple(who.claim if node == who.node else newest(node) for node in range(who.nodes))
+
+
+def _publish(
+    context: SidecarContext, found: Restored | None, resume: Resume | None, restore_s: float
+) -> None:
     if found is None:
-        context.memory.update(start_step=0, restored_from=None, restored_claim=None)
+        context.memory.update(start_step=0, restored_from=None, restored_claim=None, resume=resume)
         return
     key = parse_checkpoint_name(found.source)
     context.memory.update(
         start_step=found.manifest.step,
         restored_from=found.source,
         restored_claim=found.claim,
+        resume=resume,
         restore_s=restore_s,
         name_step=max(context.memory.state.name_step, key[1] if key else found.manifest.step or 0),
     )
 
 
-def _choose(context: SidecarContext, control: Control) -> Restored | None:
+def _choose(context: SidecarContext, control: Control) -> tuple[Restored | None, Resume | None]:
+    found = _newest_good(context, control)
+    if context.who.claim == 1 or not is_regrouped(context):
+        return found, None
+    choice = Resume(claims_of(context), step=0)
+    if found is not None:
+        choice = replace(
+            choice, checkpoint=found.source, manifest_claim=found.claim, step=found.manifest.step
+        )
+    return found, choice
+
+
+def _newest_good(context: SidecarContext, control: Control) -> Restored | None:
     rejected = []
     for name in _order(context, control):
         try:
             claim = context.patiently(partial(checkpoints.manifest_claim, context.run, name), what=name)
-            return _fetch_checkpoint(context, name, claim)
+            return fetch_checkpoint(context, name, claim)
         except CheckpointError as err:
             rejected.append(f"{name}: {err}")
             context.memory.update(rejected=tuple(rejected))
@@ -141,11 +190,20 @@ def _order(context: SidecarContext, control: Control) -> tuple[str, ...]:
     )
 
 
-def _follow(context: SidecarContext, control: Control) -> Restored | None:
+def _follow(context: SidecarContext, control: Control) -> tuple[Restored | None, Resume | None]:
     decided = _node_0_decided(context)
-    chosen = decided.restored_from
     if decided.address is not None and _ADDRESS.match(decided.address):
         context.rendezvous = decided.address
+    resume = decided.resume if is_regrouped(context) else None
+    if resume is None:
+        return _allowed(context, control, decided.restored_from, decided.restored_claim), None
+    return _allowed(context, control, resume.checkpoint, resume.manifest_claim), resume
+
+
+def _allowed(
+    context: SidecarContext, control: Control, chosen: str | None, claim: int | None
+) -> Restored | None:
+    """Fetch what node 0 *chose*, if the owner allows it."""
     if chosen is None:
         return None
     if chosen == control.restore_from:
@@ -155,7 +213,40 @@ def _follow(context: SidecarContext, control: Control) -> Restored | None:
         [chosen], generation=who.generation, attempt=who.attempt, candidates=control.candidates or ()
     ).count(chosen):
         raise CheckpointError(f"node 0 says {chosen!r:.200}, which the owner does not allow")
-    return _fetch_checkpoint(context, chosen, decided.restored_claim)
+    return fetch_checkpoint(context, chosen, claim)
+
+
+def status_of(context: SidecarContext, node: int) -> tuple[int, Status | None]:
+    """The newest claim to *node*, and what its pod reports; None for no status that can be read.
+
+    Raises:
+        StoreError: The store did not answer in time.
+    """
+    who = context.who
+    claim = context.patiently(
+        lambda: newest_claim(context.run, generation=who.generation, attempt=who.attempt, node=node, known=1),
+        what=f"claim of node {node}",
+    )
+    name = status_name(who.generation, who.attempt, node, claim)
+    body = context.patiently(
+        lambda: context.run.read(name, max_bytes=MAX_JSON_BYTES), what=f"status of node {node}"
+    )
+    try:
+        return claim, Status.from_json(body, where=name) if body is not None else None
+    except ProtocolError as err:
+        context.messages.say("restore", f"status of node {node}: {err}")
+        return claim, None
+
+
+def counts_for(who: AttemptNode, resume: Resume | None, claim_0: int) -> bool:
+    """True if what the pod of node 0 with *claim_0* chose counts for the pod *who*: it knew both. Pure."""
+    if resume is None:  # the first choice of all
+        return who.claim == 1 and claim_0 == 1
+    return (
+        len(resume.claims) == who.nodes
+        and resume.claims[0] == claim_0
+        and resume.claims[who.node] == max(1, who.claim)
+    )
 
 
 class _NodeZero:
@@ -186,23 +277,12 @@ class _NodeZero:
             self._heed_end(status.ended)
             return None
         is_decided = status.start_step is not None or status.restored_from is not None
+        if is_decided and is_regrouped(self._context):
+            return status if counts_for(self._context.who, status.resume, self._last[0]) else None
         return status if is_decided and self._is_alive else None
 
     def _read(self) -> Status | None:
-        context, who = self._context, self._context.who
-        claim = context.patiently(
-            lambda: newest_claim(
-                context.run, generation=who.generation, attempt=who.attempt, node=0, known=1
-            ),
-            what="claim of node 0",
-        )
-        name = status_name(who.generation, who.attempt, 0, claim)
-        body = context.patiently(lambda: context.run.read(name), what="status of node 0")
-        try:
-            status = Status.from_json(body, where=name) if body is not None else None
-        except ProtocolError as err:
-            context.messages.say("restore", f"status of node 0: {err}")
-            return None
+        claim, status = status_of(self._context, 0)
         self._last = (claim, status.sequence if status is not None else 0)
         self._first = self._first or self._last
         return status
@@ -247,8 +327,14 @@ def _fetch_uri(context: SidecarContext, uri: str) -> Restored:
     return Restored(uri, target, _fetch(context, store, prefix, manifest, target))
 
 
-def _fetch_checkpoint(context: SidecarContext, name: str, claim: int | None) -> Restored:
-    """Checkpoint *name* of this run by the manifest of *claim*, which node 0 chose for every node."""
+def fetch_checkpoint(context: SidecarContext, name: str, claim: int | None) -> Restored:
+    """Fetch checkpoint *name* of this run by the manifest of *claim*, which node 0 chose for every node.
+
+    Raises:
+        CheckpointError: It is not valid.
+        SetupCancelledError: The owner asks for the end.
+        StoreError: The store did not answer in time.
+    """
     manifest = context.patiently(
         lambda: checkpoints.read_checkpoint(context.run, name, claim=claim), what=name
     )

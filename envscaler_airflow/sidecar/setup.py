@@ -23,7 +23,8 @@ from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.sidecar import owner_watch, tree
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
-from envscaler_airflow.sidecar.restore import empty, restore
+from envscaler_airflow.sidecar.replaced import restore_with_others
+from envscaler_airflow.sidecar.restore import empty
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.sidecar.uploads import WriteBack
 from envscaler_airflow.store import archive, manifests, outputs
@@ -336,7 +337,7 @@ def _lay_out(context: SidecarContext, control: Control) -> dict[str, Any]:
     WriteBack(context).mark()
     context.remember_places()
     context.wanted()
-    restored = restore(context, control)
+    restored = restore_with_others(context, control)
     context.wanted()
     address = context.address if context.who.node == 0 else context.rendezvous
     env = {} if address is None else {ADDRESS: address}

@@ -28,6 +28,7 @@ from envscaler_agent.protocol import (
     MAX_JSON_BYTES,
     SCHEMA,
     Control,
+    Resume,
     Status,
     parse_checkpoint_name,
 )
@@ -125,7 +126,7 @@ class State:
         is_restoring: True while the sidecar chooses and fetches a checkpoint.
         failed: Why the set-up or the upload of outputs failed.
         failed_as: Reason of the end when the set-up failed and the wrapper reports none.
-        start_step, restored_from, restored_claim, restore_s, rejected: See ``protocol.Status``.
+        start_step, restored_from, restored_claim, resume, restore_s, rejected: See ``protocol.Status``.
         last_checkpoint, last_checkpoint_step, checkpoint_s, checkpoints: The same.
         name_step: Largest step in the name of a checkpoint of this attempt or of the one restored.
         snapshot: Fingerprint of the tree in the last snapshot, or of the restored one.
@@ -150,6 +151,7 @@ class State:
     start_step: int | None = None
     restored_from: str | None = None
     restored_claim: int | None = None
+    resume: Resume | None = None
     restore_s: float | None = None
     rejected: tuple[str, ...] = ()
     last_checkpoint: str | None = None
@@ -169,6 +171,7 @@ class State:
 
 
 _STATE = TypeAdapter(State)
+_DONE = ".done"
 
 
 class Spool(spool.Spool):
@@ -344,22 +347,18 @@ class Spool(spool.Spool):
         self.folder.make_folder(self.name(path))
         return self.folder.enter(self.name(path))
 
-    def saved(self, who: AttemptNode) -> list[str]:
-        """Complete local saves of this attempt that are not done yet, by step."""
-        names = []
-        for path, _ in self._listed(self.checkpoints):
-            key = parse_checkpoint_name(path.name)
-            if (
-                key
-                and (key[0], key[2]) == (who.generation, who.attempt)
-                and not self.done(path.name).exists()
-            ):
-                names.append((key[1], path.name))
-        return [name for _, name in sorted(names)]
+    def saved(self, who: AttemptNode, *, with_done: bool = False) -> list[str]:
+        """Complete local saves of this attempt, by step: those not done yet, or with those that were."""
+        found = [path.name for path, _ in self._listed(self.checkpoints)]
+        done = {name.removesuffix(_DONE) for name in found if name.endswith(_DONE)}
+        names = {*found, *done} if with_done else {*found} - done
+        keys = {name: key for name in names if (key := parse_checkpoint_name(name)) is not None}
+        mine = [name for name, key in keys.items() if (key[0], key[2]) == (who.generation, who.attempt)]
+        return sorted(mine, key=lambda name: keys[name])
 
     def done(self, name: str) -> Path:
         """Mark checkpoint *name* as done: in the store with its manifest, or abandoned for good."""
-        return self.checkpoints / f"{name}.done"
+        return self.checkpoints / f"{name}{_DONE}"
 
     def _read(self, path: Path) -> bytes | None:
         try:
@@ -424,8 +423,7 @@ class Memory:
             if self._own is not None and "places" in changes:
                 self._own.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(self._own, json.dumps(changes["places"]).encode())
-            body = {item.name: getattr(state, item.name) for item in dataclasses.fields(state)}
-            self._spool.write_json(self._spool.sidecar, body)
+            self._spool.write_json(self._spool.sidecar, dataclasses.asdict(state))
             self._state = state
             return state
 

@@ -231,6 +231,28 @@ class Checkpoints:
         self._backoff.worked()
         return all(name in self._given_up for name in self._context.spool.saved(self._context.who))
 
+    def forget_after(self, step: int) -> None:
+        """Remove this node's saves of the attempt beyond *step*, which the training does again.
+
+        Otherwise this node would take a later save at the same step for done, and node 0 would complete it
+        with files from before.
+
+        Raises:
+            StoreError, OSError: Some are left; the call can be repeated.
+        """
+        spool, who = self._context.spool, self._context.who
+        for name in spool.saved(who, with_done=True):
+            key = parse_checkpoint_name(name)
+            if key is None or key[1] <= step or snapshot_facts(spool, name).exists():
+                continue
+            if who.node != 0:
+                listed = manifests.node_list(who.node, who.claim)
+                self._context.run.delete(f"{checkpoints.checkpoint_prefix(name)}/{listed}")
+            self._uploaded.pop(name, None)
+            self._given_up.discard(name)
+            spool.remove(spool.checkpoints / name)
+            spool.remove(spool.done(name))
+
     def _give_up(self, name: str, why: str) -> None:
         """Stop waiting for it, so that later saves do not wait: it counts as done, like one in the store."""
         self._given_up.add(name)
@@ -479,7 +501,9 @@ class Checkpoints:
         """The checkpoint that a late or replaced node starts from, like the others; None if none can."""
         layout, state = self._context.layout, self._context.memory.state
         is_alone = self._context.who.nodes == 1 and layout.processes_per_node is None
-        return None if is_alone else state.restored_from
+        if is_alone:
+            return None
+        return state.restored_from if state.resume is None else state.resume.checkpoint
 
 
 def _merge(lists: list[tuple[ManifestFile, ...]]) -> tuple[tuple[ManifestFile, ...], list[str]]:

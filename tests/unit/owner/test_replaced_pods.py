@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_agent.protocol import Ended, Progress, Status, claim_name, status_name
+from envscaler_agent.protocol import Ended, Progress, Resume, Status, claim_name, status_name
 from envscaler_airflow.owner import report
 from envscaler_airflow.owner.stage import Delivered, Wake
 from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store.run import Run
 
 
-def said(world, claim, *, start, step, elapsed_s, ended=None):
+def said(world, claim, *, start, step, elapsed_s, ended=None, resume=None):
     """Let a pod of node 0 claim it and report."""
     world.store.write(f"{world.prefix}/{claim_name(1, 1, 0, claim)}", b'{"uid": "u", "boot_id": "b"}')
     progress = Progress(step=step, total_steps=100, elapsed_s=elapsed_s, first_step_s=1.0, save_s=0.0)
@@ -24,6 +24,7 @@ def said(world, claim, *, start, step, elapsed_s, ended=None):
         phase="ended" if ended else "running",
         progress=progress,
         start_step=start,
+        resume=resume,
         setup_s=9.0,
         ended=ended,
         outputs={"model": world.output} if ended else {},
@@ -52,6 +53,25 @@ def test_a_replacement_that_resumed_repeats_what_was_not_saved(world):
     found = report.measured(Run(world.store, world.prefix), world.state.live)
 
     assert (found["repeated_steps"], found["start_step"]) == (10, 0)
+
+
+def test_what_all_nodes_do_again_after_another_was_replaced_is_lost(world):
+    """Node 0 stays, and says how many steps; a number below 0 is not believed."""
+    world.owner().enter()
+    said(
+        world,
+        1,
+        start=0,
+        step=95,
+        elapsed_s=3601.0,
+        resume=Resume((1, 3), "g1-step-00000070-a1", 1, 70, 95, 30),
+    )
+
+    found = report.measured(Run(world.store, world.prefix), world.state.live)
+    assert found["repeated_steps"] == 30
+
+    said(world, 1, start=0, step=95, elapsed_s=3601.0, resume=Resume(repeated_steps=-1))
+    assert "repeated_steps" not in report.measured(Run(world.store, world.prefix), world.state.live)
 
 
 def test_sums_of_what_nodes_report_always_fit_into_the_event_of_the_end(world):

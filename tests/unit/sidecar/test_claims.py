@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from envscaler_agent.process import ADDRESS
-from envscaler_agent.protocol import Control, Ended, Status, claim_name, status_name
+from envscaler_agent.protocol import Control, Ended, Resume, Status, claim_name, status_name
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar import owner_watch as standing
 from envscaler_airflow.sidecar.context import SetupCancelledError
@@ -264,7 +264,7 @@ def test_a_replaced_node_does_not_take_an_old_pods_end_for_node_0s(make_bench, s
             claim(store, "new 0")
             report(store, 2, phase="restoring", start_step=None)
         if count == 5:
-            report(store, 2, sequence=2, address="10.0.0.9:29400")
+            report(store, 2, sequence=2, address="10.0.0.9:29400", resume=Resume((2, 2)))
 
     context = following(make_bench, on_wait, claims=2)
 
@@ -273,32 +273,37 @@ def test_a_replaced_node_does_not_take_an_old_pods_end_for_node_0s(make_bench, s
 
 
 def test_a_replaced_node_follows_no_choice_that_was_left_behind(make_bench, store):
-    """Node 0's pod vanished without an end: its choice and its address belong to an earlier pod (D14)."""
+    """Node 0's pod vanished without an end: what it chose for the pods before counts for none after (D14)."""
     claim(store, "old 0")
     report(store, 1, address="10.0.0.1:29400")
 
     def on_wait(count):
         if count == 2:
             claim(store, "new 0")
-            report(store, 2, address="10.0.0.2:29400")
+            report(store, 2, address="10.0.0.2:29400", resume=Resume((2, 1)))
+        if count == 4:
+            report(store, 2, sequence=2, address="10.0.0.3:29400", resume=Resume((2, 2)))
 
     context = following(make_bench, on_wait, claims=2)
     restore(context, Control())
 
-    assert context.rendezvous == "10.0.0.2:29400"
+    assert context.rendezvous == "10.0.0.3:29400"
 
 
-def test_a_replaced_node_follows_a_node_0_that_lives(make_bench, store):
-    """Node 0 was not replaced and reports again: the choice and address stay valid (D14)."""
+def test_a_replaced_node_waits_until_a_node_0_that_lives_has_chosen_again(make_bench, store):
+    """Node 0 was not replaced: its address stays valid, its choice of the start does not (D14)."""
     claim(store, "0")
-    report(store, 1, address="10.0.0.1:29400")
-    context = following(
-        make_bench, lambda count: report(store, 1, sequence=1 + count, address="10.0.0.1:29400"), claims=2
-    )
+    report(store, 1, address="10.0.0.1:29400", start_step=100, restored_from=NAME)
 
-    restore(context, Control())
+    def on_wait(count):
+        choice = Resume((1, 2)) if count > 3 else None
+        report(store, 1, 1 + count, address="10.0.0.1:29400", start_step=100, resume=choice)
 
+    context = following(make_bench, on_wait, claims=2)
+
+    assert restore(context, Control()) is None
     assert context.rendezvous == "10.0.0.1:29400"
+    assert context.memory.state.resume == Resume((1, 2))
 
 
 def test_an_address_that_is_none_is_left_out(make_bench, store):
@@ -407,11 +412,8 @@ def test_other_nodes_take_the_manifest_that_node_0_chose(make_bench, store):
     saved_by(first, 1, NAME, b"old")
     claim(store, "new")
     saved_by(first, 2, NAME, b"new")
-    report(store, 2, start_step=300, restored_from=NAME, restored_claim=1)
-    other = following(
-        make_bench,
-        lambda count: report(store, 2, 1 + count, start_step=300, restored_from=NAME, restored_claim=1),
-    )
+    report(store, 2, start_step=300, resume=Resume((2, 1), NAME, 1, 300))
+    other = following(make_bench, lambda _count: None)
 
     found = restore(other, Control(candidates=()))
 

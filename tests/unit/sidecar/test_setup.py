@@ -288,7 +288,9 @@ def test_a_store_that_never_answers_fails_the_set_up(node, store, attempt, reaso
 def test_a_store_that_goes_away_in_the_set_up_is_no_fault_of_the_stage(node, store, tmp_path, monkeypatch):
     """It answered at first: a failover longer than the patience ends the attempt, not the run."""
     bench = node(work=str(tmp_path / "w"), workdir_archive=ship(store, tmp_path))
-    monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=True))
+    monkeypatch.setattr(
+        "envscaler_airflow.sidecar.setup.restore_with_others", lambda *_: go_away(store, for_good=True)
+    )
 
     lay_out(bench.context)
 
@@ -314,7 +316,9 @@ def test_credentials_that_expire_before_the_set_up_are_no_fault_of_the_stage(nod
 def test_a_volume_that_does_not_answer_is_the_stages_fault(node, store, monkeypatch):
     """The run's store answers: another try would fail the same way."""
     bench = node()
-    monkeypatch.setattr("envscaler_airflow.sidecar.setup.restore", lambda *_: go_away(store, for_good=False))
+    monkeypatch.setattr(
+        "envscaler_airflow.sidecar.setup.restore_with_others", lambda *_: go_away(store, for_good=False)
+    )
 
     lay_out(bench.context)
 
