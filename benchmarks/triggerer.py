@@ -47,7 +47,8 @@ import structlog
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from envscaler_agent.protocol import SCHEMA, Progress, Status, claim_name, status_name
+from envscaler_agent.messages import SCHEMA
+from envscaler_agent.protocol import Progress, Status, claim_name, status_name
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
 from envscaler_airflow.backends.kubernetes.handles import handle_of

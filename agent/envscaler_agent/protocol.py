@@ -9,21 +9,12 @@ Runs on Python 3.8 with only the standard library.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, TypeVar, Union, get_type_hints
+from typing import Dict, List, Mapping, Optional, Tuple
 
-from envscaler_agent import __version__
-from envscaler_agent.errors import ProtocolError
+from envscaler_agent.messages import Message, check_allowed, check_finite
 
-SCHEMA = "2.0"
-"""``major.minor``. Readers accept this and the previous minor, and ignore unknown fields."""
-
-MAX_JSON_BYTES = 1 << 20
-"""Largest control or status that is read, bytes. Chosen: a thousand times the usual size."""
 MAX_MANIFEST_BYTES = 1 << 25
 """Largest manifest that is read, bytes. Chosen: 100,000 files with hashes and paths of 150 characters."""
 
@@ -36,14 +27,12 @@ PHASES = ("setup", "restoring", "running", "checkpointing", "draining", "uploadi
 """Phases of one node of one attempt. ``uploading``: the command has ended, outputs are being uploaded."""
 HEALTHS = ("ok", "stalled")
 
-_MOST_INT = 2**63  # beyond it no field has a meaning, and far beyond it no float is large enough
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 _CHECKPOINT = re.compile(r"g(\d{1,9})-step-(\d{8,18})-a(\d{1,9})\Z")
 _MAX_TIME_NS = 1 << 62  # in the year 2116; chosen: every file system accepts it
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _UNSAFE = re.compile(r"[\0\\]|(?:^|/)\.{0,2}(?:/|\Z)")
 _MANIFEST = re.compile(r"manifest-c(\d{1,9})\.json\Z")
-_T = TypeVar("_T", bound="Message")
 
 
 def control_name(generation: int, attempt: int) -> str:
@@ -116,167 +105,6 @@ def is_safe_link(path: str, target: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Message:
-    """A JSON object with ``schema``; its subclasses are the messages."""
-
-    MAX_BYTES = MAX_JSON_BYTES
-
-    def to_json(self) -> bytes:
-        """Compact UTF-8 JSON; unknown (None) fields are left out."""
-        body = {"schema": SCHEMA}
-        body.update(_plain(self))
-        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-
-    @classmethod
-    def from_json(cls: Type[_T], text: Union[bytes, str], *, where: str) -> _T:
-        """Read *text* written by this or the previous minor version.
-
-        Raises:
-            ProtocolError: Too large, not JSON, other major version, or a field of the wrong type.
-        """
-        message: _T = _build(cls, read_object(text, where=where, max_bytes=cls.MAX_BYTES), where)
-        return message
-
-
-def read_object(text: Union[bytes, str], *, where: str, max_bytes: int = MAX_JSON_BYTES) -> Dict[str, Any]:
-    """Read *text* as a JSON object of this major version.
-
-    Raises:
-        ProtocolError: Too large, not JSON, not an object, or another major version.
-    """
-    if len(text) > max_bytes:
-        raise ProtocolError(f"{where}: {len(text)} bytes, at most {max_bytes} are read")
-    try:
-        body = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as err:
-        raise ProtocolError(f"{where}: not JSON: {err}") from err
-    if not isinstance(body, dict):
-        raise ProtocolError(f"{where}: got {type(body).__name__}, expected an object")
-    check_schema(body.get("schema"), where=where)
-    return body
-
-
-def check_schema(schema: object, *, where: str) -> None:
-    """Refuse another major version; a newer or older minor is read, unknown fields are ignored.
-
-    Raises:
-        ProtocolError: Names both versions.
-    """
-    ours = SCHEMA.split(".", 1)[0]
-    major = schema.split(".", 1)[0] if isinstance(schema, str) else None
-    if major == "1":
-        raise ProtocolError(
-            f"{where}: was written by an unreleased 0.1.0 of envscaler-airflow (schema {schema}), which this "
-            f"version (schema {SCHEMA}) does not read; start a new run, or use another store folder"
-        )
-    if major != ours:
-        raise ProtocolError(
-            f"{where}: schema {schema!r}, this side uses {SCHEMA} (envscaler {__version__}); install one "
-            "version of envscaler-airflow, sidecar image and envscaler-agent"
-        )
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
-
-
-def _plain(value: Any) -> Any:
-    if value.__class__ in _SCALARS:
-        return value
-    if dataclasses.is_dataclass(value):
-        pairs = ((name, getattr(value, name)) for name in _hints(type(value)))
-        return {name: _plain(item) for name, item in pairs if item is not None}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
-_SCALARS = frozenset((str, int, float, bool))
-_HINTS: Dict[Any, Dict[str, Any]] = {}
-"""Fields of each message with their types: resolving them takes longer than reading a whole status."""
-
-
-def _hints(cls: Type[Any]) -> Dict[str, Any]:
-    found = _HINTS.get(cls)
-    if found is None:
-        known = get_type_hints(cls)
-        found = _HINTS[cls] = {item.name: known[item.name] for item in dataclasses.fields(cls)}
-    return found
-
-
-def _build(cls: Type[Any], body: Mapping[str, Any], where: str) -> Any:
-    values = {}
-    for name, hint in _hints(cls).items():
-        if name in body:
-            value = body[name]
-            values[name] = value if _is_as_said(hint, value) else _read(hint, value, f"{where}: {name}")
-    try:
-        return cls(**values)
-    except (TypeError, ValueError) as err:
-        raise ProtocolError(f"{where}: {err}") from err
-
-
-def _is_as_said(hint: Any, value: Any) -> bool:
-    """True for what :func:`_read` returns unchanged; fast, because a manifest has 100,000 files."""
-    if value.__class__ is not hint:
-        return False
-    if hint is str:
-        return bool(value.isascii())
-    return hint is bool or (hint is int and -_MOST_INT < value < _MOST_INT)
-
-
-def _read(hint: Any, value: Any, where: str) -> Any:
-    origin: Any = getattr(hint, "__origin__", None)
-    args: Tuple[Any, ...] = getattr(hint, "__args__", ())
-    if origin is Union:  # Optional[...]
-        return None if value is None else _read(args[0], value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ProtocolError(f"{where}: got {type(value).__name__}, expected a list")
-        return tuple(_read(args[0], item, where) for item in value)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
-        return {str(key): _read(args[1], item, where) for key, item in value.items()}
-    return _read_plain(hint, value, where)
-
-
-def _read_plain(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{where}: got {type(value).__name__}, expected an object")
-        return _build(hint, value, where)  # type: ignore[arg-type]  # is_dataclass() lets instances by, too
-    if hint is Any:
-        return value
-    if hint is float and type(value) is int and abs(value) < _MOST_INT:
-        return float(value)
-    if type(value) is float and not math.isfinite(value):  # JSON can contain 1e999
-        raise ProtocolError(f"{where}: {value!r} is not a number")
-    if type(value) is not hint or (type(value) is int and abs(value) >= _MOST_INT):
-        expected = getattr(hint, "__name__", hint)
-        raise ProtocolError(f"{where}: got {value!r:.80}, expected {expected}")
-    return _sayable(value) if hint is str else value
-
-
-def _sayable(text: str) -> str:
-    """*text* with what no terminal or file accepts escaped, such as half of an invalid UTF-8 name."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
-
-
-def _check(value: object, allowed: Tuple[str, ...], name: str) -> None:
-    if value not in allowed:
-        raise ValueError("{} must be one of {}, got {!r}".format(name, ", ".join(allowed), value))
-
-
-def _check_finite(**values: Optional[float]) -> None:
-    for name, value in values.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
-
-
-@dataclass(frozen=True)
 class Control(Message):
     """What the owner requests of one attempt (``control/g1-a3.json``, overwritten).
 
@@ -310,9 +138,9 @@ class Control(Message):
 
     def __post_init__(self) -> None:
         """Refuse a control that no reader could execute."""
-        _check(self.action, ACTIONS, "action")
-        _check(self.align, ALIGNMENTS, "align")
-        _check_finite(
+        check_allowed(self.action, ACTIONS, "action")
+        check_allowed(self.align, ALIGNMENTS, "align")
+        check_finite(
             align_timeout_s=self.align_timeout_s,
             grace_s=self.grace_s,
             orphan_after_s=self.orphan_after_s,
@@ -401,7 +229,7 @@ class Ended(Message):
 
     def __post_init__(self) -> None:
         """Refuse a reason that no reader knows."""
-        _check(self.reason, END_REASONS, "reason")
+        check_allowed(self.reason, END_REASONS, "reason")
 
 
 END_REASONS = (
@@ -525,8 +353,8 @@ class Status(Message):
 
     def __post_init__(self) -> None:
         """Refuse a phase or health that no reader knows."""
-        _check(self.phase, PHASES, "phase")
-        _check(self.health, HEALTHS, "health")
+        check_allowed(self.phase, PHASES, "phase")
+        check_allowed(self.health, HEALTHS, "health")
 
     @property
     def resumed_at(self) -> Optional[int]:
@@ -596,7 +424,7 @@ class Manifest(Message):
 
     def __post_init__(self) -> None:
         """Refuse an unknown kind, a file that is not exactly one, and a path that occurs twice."""
-        _check(self.kind, ("checkpoint", "directory", "file"), "kind")
+        check_allowed(self.kind, ("checkpoint", "directory", "file"), "kind")
         if self.kind == "file" and len(self.files) != 1:
             raise ValueError(f"files: a manifest of one file has {len(self.files)}")
         paths = [item.path for item in self.files]

@@ -30,7 +30,8 @@ from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 from envscaler_agent.ending import EXIT_CODES
 from envscaler_agent.errors import ProtocolError
-from envscaler_agent.protocol import MAX_JSON_BYTES, SCHEMA, Message, Progress, read_object
+from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA, Message, read_object
+from envscaler_agent.protocol import Progress
 
 ENV = "ENVSCALER_SPOOL"
 """Environment variable that names the folder."""

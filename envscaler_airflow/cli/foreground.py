@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import click
 
 from envscaler_agent.ending import EXIT_STOPPED
-from envscaler_agent.protocol import SCHEMA, read_object
+from envscaler_agent.messages import SCHEMA, read_object
 from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId

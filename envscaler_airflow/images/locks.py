@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
 
-from envscaler_agent.protocol import SCHEMA, check_schema
+from envscaler_agent.messages import SCHEMA, check_schema
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.images.bases import Family, facts

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from envscaler_agent.protocol import SCHEMA, check_schema
+from envscaler_agent.messages import SCHEMA, check_schema
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.local_files import cache_folder, read_plain, user_name, write_atomic

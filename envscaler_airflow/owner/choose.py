@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.backends import has_image, shares_nodes
 from envscaler_airflow.clouds import schemes, tariffs
 from envscaler_airflow.envspec import EnvSpec

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from envscaler_agent.protocol import MAX_JSON_BYTES, claim_name, status_name
+from envscaler_agent.messages import MAX_JSON_BYTES
+from envscaler_agent.protocol import claim_name, status_name
 from envscaler_airflow.backends.base import AttemptStatus, Backend
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.run_watch import unless_reporting

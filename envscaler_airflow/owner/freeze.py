@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.envspec import EnvSpec, parse_reference, spec_hash
 from envscaler_airflow.errors import SpecError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
-from envscaler_agent import protocol
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.backends.base import SILENT, Backend, ReplacesNodes
 from envscaler_airflow.errors import (
     BackendError,
@@ -492,7 +492,7 @@ def _mismatch(owned: OwnedRun, state: RunState, action: Action) -> NoReturn:
 def _write_result(owned: OwnedRun, state: RunState) -> report.Report:
     found = report.run_report(state, now=owned.run.now())
     whole = {
-        "schema": protocol.SCHEMA,
+        "schema": SCHEMA,
         "status": state.status,
         "generation": state.generation,
         "outputs": dict(state.outputs),

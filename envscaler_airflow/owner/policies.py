@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
-from envscaler_agent.protocol import read_object
+from envscaler_agent.messages import read_object
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.scaling import (
     Check,

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from envscaler_agent.protocol import MAX_JSON_BYTES, Status, claim_name
+from envscaler_agent.messages import MAX_JSON_BYTES
+from envscaler_agent.protocol import Status, claim_name
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.run import event_bodies as bodies

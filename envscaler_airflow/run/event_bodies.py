@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from envscaler_agent.protocol import SCHEMA, read_object
+from envscaler_agent.messages import SCHEMA, read_object
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.planning.record import Record

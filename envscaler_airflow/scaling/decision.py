@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.planning import Allocation, Estimate, Offer, Speed
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.record import NotNegative, Positive, Record, check_finite

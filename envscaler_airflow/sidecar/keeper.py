@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from envscaler_agent.protocol import MAX_JSON_BYTES, SCHEMA, Ended, Status
+from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA
+from envscaler_agent.protocol import Ended, Status
 from envscaler_agent.spool import Spool
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import ProtocolError

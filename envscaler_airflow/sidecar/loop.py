@@ -11,7 +11,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from envscaler_agent.protocol import MAX_JSON_BYTES, Ended, Status, status_name
+from envscaler_agent.messages import MAX_JSON_BYTES
+from envscaler_agent.protocol import Ended, Status, status_name
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.launch import SessionSettings

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from envscaler_agent.protocol import MAX_JSON_BYTES, Control, control_name
+from envscaler_agent.messages import MAX_JSON_BYTES
+from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar.context import SidecarContext, UnheededError
 from envscaler_airflow.store.checkpoints import Fence, fence_of

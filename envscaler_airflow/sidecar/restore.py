@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from envscaler_agent.messages import MAX_JSON_BYTES
 from envscaler_agent.protocol import (
-    MAX_JSON_BYTES,
     Control,
     Ended,
     Manifest,

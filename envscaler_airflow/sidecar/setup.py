@@ -16,8 +16,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA
 from envscaler_agent.process import ADDRESS
-from envscaler_agent.protocol import MAX_JSON_BYTES, SCHEMA, Control, Manifest, control_name
+from envscaler_agent.protocol import Control, Manifest, control_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.local_files import write_atomic

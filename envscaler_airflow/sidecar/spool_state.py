@@ -24,14 +24,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from envscaler_agent import spool
-from envscaler_agent.protocol import (
-    MAX_JSON_BYTES,
-    SCHEMA,
-    Control,
-    Resume,
-    Status,
-    parse_checkpoint_name,
-)
+from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA
+from envscaler_agent.protocol import Control, Resume, Status, parse_checkpoint_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.launch import KEEP, SessionSettings
 from envscaler_airflow.local_files import write_atomic

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from envscaler_agent.messages import MAX_JSON_BYTES
 from envscaler_agent.protocol import (
-    MAX_JSON_BYTES,
     Manifest,
     ManifestFile,
     Status,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-from envscaler_agent.protocol import SCHEMA, read_object
+from envscaler_agent.messages import SCHEMA, read_object
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import MAX_BYTES, check_name, check_prefix, check_tree, join

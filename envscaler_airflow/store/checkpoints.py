@@ -16,12 +16,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from envscaler_agent.messages import MAX_JSON_BYTES, Message
 from envscaler_agent.protocol import (
-    MAX_JSON_BYTES,
     MAX_MANIFEST_BYTES,
     Control,
     Manifest,
-    Message,
     accepted_name,
     manifest_name,
     parse_checkpoint_name,

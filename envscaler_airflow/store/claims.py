@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envscaler_agent.protocol import MAX_JSON_BYTES, Message, claim_name
+from envscaler_agent.messages import MAX_JSON_BYTES, Message
+from envscaler_agent.protocol import claim_name
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.base import Store
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from envscaler_agent.protocol import SCHEMA, check_schema
+from envscaler_agent.messages import SCHEMA, check_schema
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.store.base import Store

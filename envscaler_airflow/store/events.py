@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from envscaler_agent.protocol import SCHEMA, read_object
+from envscaler_agent.messages import SCHEMA, read_object
 from envscaler_airflow import __version__
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold

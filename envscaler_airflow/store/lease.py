@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from envscaler_agent.protocol import SCHEMA, read_object
+from envscaler_agent.messages import SCHEMA, read_object
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.base import Store
 

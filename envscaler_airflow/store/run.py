@@ -7,17 +7,8 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from envscaler_agent.protocol import (
-    MAX_JSON_BYTES,
-    Control,
-    Ended,
-    Progress,
-    Status,
-    Transfer,
-    control_name,
-    read_object,
-    status_name,
-)
+from envscaler_agent.messages import MAX_JSON_BYTES, read_object
+from envscaler_agent.protocol import Control, Ended, Progress, Status, Transfer, control_name, status_name
 from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.store.base import Store, StoreView
 from envscaler_airflow.store.checkpoints import read_control

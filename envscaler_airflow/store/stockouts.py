@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from envscaler_agent.protocol import SCHEMA, read_object
+from envscaler_agent.messages import SCHEMA, read_object
 from envscaler_airflow.clouds import refusals
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Offer

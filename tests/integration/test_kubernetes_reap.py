@@ -10,7 +10,7 @@ import pytest
 from fakes.kubernetes import JOBS, PODS, Cluster, Program
 from integration.kubernetes.rig import eventually, running
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow import ReapOperator
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import KubernetesBackend

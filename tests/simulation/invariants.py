@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from envscaler_agent.protocol import Control, ProtocolError, parse_checkpoint_name
+from envscaler_agent.errors import ProtocolError
+from envscaler_agent.protocol import Control, parse_checkpoint_name
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.owner.reap import YOUNG_S
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
@@ -550,11 +551,10 @@ class Invariants:
         if over is None or any(start < over and end > over - 1200.0 for start, end in self.cloud.away):
             return
         for attempt in ledger.state.attempts if ledger.state.number else ():
-            if ledger.ended.get(attempt.key, over) > over - 3600.0:
-                continue  # there was hardly a second try
+            had_tries = ledger.ended.get(attempt.key, over) < over - 3600.0
             nodes = by_attempt.get(attempt.key, [])
             is_gone = all(one.is_over and (one.ended_at or 0.0) < over - 3600.0 for one in nodes)
-            if attempt.unreleased and attempt.released_at is None and is_gone:
+            if attempt.unreleased and attempt.released_at is None and is_gone and had_tries:
                 fail("released", f"attempt {attempt.key} was never released: {attempt.unreleased}")
 
     def _check_budget(self, ledger: Ledger) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from envscaler_agent import spool as ex
 from envscaler_agent.ending import Facts, _schedule
+from envscaler_agent.errors import ProtocolError
 from envscaler_agent.output import Masker
 from envscaler_agent.progress import StallWatch
-from envscaler_agent.protocol import Control, ProtocolError, Status
+from envscaler_agent.protocol import Control, Status
 from envscaler_agent.wrapper import Options, Wrapper, _Tracker
 from envscaler_airflow.sidecar.spool_state import Spool
 from envscaler_airflow.store.root import Root

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from envscaler_agent.protocol import SCHEMA, Ended
+from envscaler_agent.messages import SCHEMA
+from envscaler_agent.protocol import Ended
 from envscaler_agent.spool import Spool
 from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.sidecar.keeper import Keeper, report_end

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.local_files import read_bytes, write_atomic
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from envscaler_agent import protocol
+from envscaler_agent import messages, protocol
 from envscaler_agent.protocol import Control, Ended, Manifest, ManifestFile, Progress, Status
 from envscaler_airflow.errors import ProtocolError
 
@@ -21,7 +21,7 @@ MESSAGES = [
 
 def wire(**body):
     """Return a message of this version."""
-    return json.dumps({"schema": protocol.SCHEMA, **body})
+    return json.dumps({"schema": messages.SCHEMA, **body})
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -32,9 +32,9 @@ def test_what_is_read_is_what_was_written(message):
 
 def test_the_types_of_fields_are_resolved_once(monkeypatch):
     """300 statuses with progress and an end: three classes, each resolved once (A9)."""
-    asked, resolve = [], protocol.get_type_hints
-    monkeypatch.setattr(protocol, "get_type_hints", lambda cls: asked.append(cls) or resolve(cls))
-    protocol._HINTS.clear()
+    asked, resolve = [], messages.get_type_hints
+    monkeypatch.setattr(messages, "get_type_hints", lambda cls: asked.append(cls) or resolve(cls))
+    messages._HINTS.clear()
     said = Status(progress=Progress(step=5), ended=Ended(exit_code=1)).to_json()
 
     for _ in range(300):
@@ -54,7 +54,7 @@ def test_half_a_character_is_read_as_what_can_be_said():
 
 def test_what_is_unknown_is_left_out():
     """None does not become zero in JSON either."""
-    assert json.loads(Progress(step=0).to_json()) == {"schema": protocol.SCHEMA, "step": 0}
+    assert json.loads(Progress(step=0).to_json()) == {"schema": messages.SCHEMA, "step": 0}
 
 
 @pytest.mark.parametrize("schema", ["2.0", "2.7"])
@@ -68,7 +68,7 @@ def test_fields_of_a_newer_minor_version_are_ignored(schema):
 @pytest.mark.parametrize("schema", ["3.0", "0.9", 1, None])
 def test_another_major_version_is_refused_by_name(schema):
     """The message names both."""
-    with pytest.raises(ProtocolError, match=rf"x: schema {schema!r}, this side uses {protocol.SCHEMA}"):
+    with pytest.raises(ProtocolError, match=rf"x: schema {schema!r}, this side uses {messages.SCHEMA}"):
         Progress.from_json(json.dumps({"schema": schema}), where="x")
 
 
@@ -76,7 +76,7 @@ def test_another_major_version_is_refused_by_name(schema):
 def test_a_document_of_the_first_schema_is_refused_by_the_name_of_its_version(schema):
     """The message says what wrote it and what to do."""
     told = (
-        rf"x: was written by an unreleased 0\.1\.0 .*\(schema {schema}\).*{protocol.SCHEMA}.*start a new run"
+        rf"x: was written by an unreleased 0\.1\.0 .*\(schema {schema}\).*{messages.SCHEMA}.*start a new run"
     )
     with pytest.raises(ProtocolError, match=told):
         Progress.from_json(json.dumps({"schema": schema}), where="x")
@@ -88,7 +88,7 @@ def test_a_document_of_the_first_schema_is_refused_by_the_name_of_its_version(sc
         (Progress, b"{", "not JSON"),
         (Progress, b"[]", "got list, expected an object"),
         (Progress, "[" * 100_000, "not JSON"),
-        (Progress, b" " * (protocol.MAX_JSON_BYTES + 1), "at most 1048576 are read"),
+        (Progress, b" " * (messages.MAX_JSON_BYTES + 1), "at most 1048576 are read"),
         (Progress, wire(step="5"), "step: got '5', expected int"),
         (Progress, wire(step=True), "step: got True, expected int"),
         (Progress, wire(step=2**63), "step: got 9223372036854775808, expected int"),

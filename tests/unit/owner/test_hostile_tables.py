@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.owner import policies
 from envscaler_airflow.planning import Allocation, Offer, Speed
 from envscaler_airflow.scaling import Observation, Policy

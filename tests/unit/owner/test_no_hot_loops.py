@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.backends.base import NodeStatus
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner.request import request_stop

@@ -21,7 +21,7 @@ from fakes.run_events import (
     started,
 )
 
-from envscaler_agent.protocol import SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner import prune as module
 from envscaler_airflow.owner.owned_run import OwnedRun

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from envscaler_agent.protocol import SCHEMA, Control, Progress, Status, claim_name, status_name
+from envscaler_agent.messages import SCHEMA
+from envscaler_agent.protocol import Control, Progress, Status, claim_name, status_name
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.run.event_bodies import NewGeneration
