@@ -24,6 +24,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         grace_s=arguments.grace,
         sampler=not arguments.no_sampler,
         warning=_two_packages(),
+        exits=True,
     )
     return Wrapper(command, spool=spool, options=options).run()
 

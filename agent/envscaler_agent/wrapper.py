@@ -64,6 +64,7 @@ class Options:
         tick_s: Seconds between two reads of the spool.
         sampler: False starts no sampler.
         warning: First line of the log; empty for none.
+        exits: True if this process exits with the code that is returned: a later signal does not change it.
     """
 
     wait_start_s: Optional[float] = None
@@ -71,6 +72,7 @@ class Options:
     tick_s: float = TICK_S
     sampler: bool = True
     warning: str = ""
+    exits: bool = False
 
 
 class Wrapper:
@@ -520,7 +522,8 @@ class Wrapper:
         finally:
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
-                signal.signal(number, handler)
+                is_late = self._options.exits and number != signal.SIGCHLD
+                signal.signal(number, signal.SIG_IGN if is_late else handler)
             self._selector.close()
             os.close(self._woken)
             os.close(waking)

@@ -258,6 +258,19 @@ def test_a_signal_after_a_leave_keeps_it_a_leave(node):
     assert node.end()[0] == EXIT_DRAINED
 
 
+def test_a_signal_after_the_end_does_not_change_the_exit_code():
+    """A pod that is deleted as its command ends still reports how that ended."""
+    script = (
+        "import os, signal, sys\n"
+        "from envscaler_agent.__main__ import main\n"
+        "code = main(['run', '--no-sampler', '--', 'sh', '-c', 'exit 3'])\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(code)\n"
+    )
+
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 3
+
+
 def test_code_that_does_not_cooperate_is_told_after_the_snapshot(node, tmp_path):
     """Not before the sidecar has copied the last save of the code."""
     node.start("sh", "-c", "echo up; exec sleep 300", checkpoint_path=str(tmp_path))
