@@ -12,10 +12,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from envscaler_agent.protocol import Control, Resume
-from envscaler_airflow.errors import CheckpointError
+from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.restore import (
     Restored,
@@ -102,7 +101,7 @@ class Regroup:
             resume = self._chosen() if context.who.node == 0 else self._named()
             if resume is not None:
                 self._take(resume)
-        except CheckpointError as err:
+        except (CheckpointError, ProtocolError) as err:  # the training can write to start.json, too
             context.messages.say("replaced", f"cannot continue with the other nodes: {err}")
         except SetupCancelledError:
             pass  # the owner asks for the end: nothing begins again
@@ -181,9 +180,11 @@ class Regroup:
 
     def _rewrite_start(self, found: Restored) -> None:
         context = self._context
-        body: dict[str, Any] = context.memory.start() or context.spool.read_json(context.spool.start) or {}
+        body = context.memory.start() or context.spool.read_json(context.spool.start)
+        if body is None:
+            raise CheckpointError("start.json is gone, and with it the rest of what the command begins with")
         env = {**body.get("env", {}), "ENVSCALER_RESTORE": str(found.path)}
-        body = {**body, "env": env, "restore": found.to_start()}
+        body |= {"env": env, "restore": found.to_start()}
         context.memory.keep_start(body)
         context.spool.write_json(context.spool.start, body)
 

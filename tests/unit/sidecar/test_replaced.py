@@ -168,7 +168,7 @@ def test_saves_that_are_done_again_are_forgotten(make_node, store, claimed):
     assert bench.spool.saved(bench.who, with_done=True) == ["g1-step-00000200-a2"]
 
 
-def test_a_checkpoint_that_cannot_be_fetched_is_taken_by_nobody(make_node, store, claimed):
+def test_a_checkpoint_that_cannot_be_fetched_is_taken_by_no_node(make_node, store, claimed):
     """The new pod waits, and the status says why."""
     bench = make_node(1)
     says(store, 0, CHOICE)
@@ -177,6 +177,23 @@ def test_a_checkpoint_that_cannot_be_fetched_is_taken_by_nobody(make_node, store
 
     assert bench.state.resume is None
     assert NEWEST in bench.context.messages.text()
+
+
+@pytest.mark.parametrize("text", [None, b"{torn"])
+def test_without_the_rest_of_start_json_nothing_is_rewritten(make_node, store, claimed, text):
+    """The training removed or damaged it: a worker must not begin without its settings."""
+    bench = make_node(1)
+    bench.in_store(NEWEST)
+    bench.spool.start.unlink()
+    if text is not None:
+        bench.spool.start.write_bytes(text)
+    says(store, 0, CHOICE)
+
+    bench.regroup.step()
+
+    assert bench.state.resume is None
+    assert "start.json" in bench.context.messages.text()
+    assert (bench.spool.start.read_bytes() if text else bench.spool.start.exists()) in (text, False)
 
 
 def waiting(bench, on_wait):
