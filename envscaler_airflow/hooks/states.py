@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from airflow.sdk.exceptions import AirflowRuntimeError
+
+from envscaler_airflow.errors import BackendError
 
 if TYPE_CHECKING:
     from envscaler_airflow.store.keys import RunKey
@@ -28,19 +34,40 @@ def task_states(dag_id: str, run_id: str, task_id: str, map_index: int | None) -
 
 
 def why_over(key: RunKey) -> str | None:
-    """Return why the run's task will not return to it; None if it may, or if the run has no task."""
+    """Return why the run's task will not return to it; None if it may, or if the run has no task.
+
+    Raises:
+        BackendError: Airflow does not answer now.
+    """
     from envscaler_airflow.store.keys import SHELL_DAG  # noqa: PLC0415  (triggers do without)
 
     if key.dag_id == SHELL_DAG:
         return None
-    state = task_state(key.dag_id, key.run_id, key.task_id, key.map_index)
+    with _translated(key):
+        state = task_state(key.dag_id, key.run_id, key.task_id, key.map_index)
     return f"its task is {state} in Airflow" if state in OVER else None
 
 
 def why_gone(key: RunKey) -> str | None:
-    """Return why the run's task cannot be cleared any more; None if it can, or if the run has no task."""
+    """Return why the run's task cannot be cleared any more; None if it can, or if the run has no task.
+
+    Raises:
+        BackendError: Airflow does not answer now.
+    """
     from envscaler_airflow.store.keys import SHELL_DAG  # noqa: PLC0415  (triggers do without)
 
-    if key.dag_id == SHELL_DAG or task_states(key.dag_id, key.run_id, key.task_id, key.map_index):
+    if key.dag_id == SHELL_DAG:
         return None
-    return "its DAG run was deleted in Airflow"
+    with _translated(key):
+        found = task_states(key.dag_id, key.run_id, key.task_id, key.map_index)
+    return None if found else "its DAG run was deleted in Airflow"
+
+
+@contextmanager
+def _translated(key: RunKey) -> Iterator[None]:
+    """Raise Airflow's own error as the one that owners handle: unknown is not over."""
+    try:
+        yield
+    except AirflowRuntimeError as err:
+        where = f"task {key.task_id} of {key.dag_id}, run {key.run_id}"
+        raise BackendError(f"{where}: Airflow does not report its state: {err}", transient=True) from err

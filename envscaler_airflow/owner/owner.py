@@ -343,6 +343,20 @@ class Releaser:
                 return self.release_all(self._release(state, attempt, attempt.handle))
         return state
 
+    def record(self, state: RunState, attempt: AttemptState) -> None:
+        """Record that an ended attempt is released, with its last bill; the caller then removes it.
+
+        Raises:
+            BackendError: Some of it still runs, and is stopped; or the backend does not answer now.
+        """
+        if attempt.handle is None:
+            return
+        if why := self._why_held(attempt, attempt.handle):
+            raise BackendError(why, transient=True)
+        bill = self._bill(attempt, AttemptReleased(generation=attempt.generation, attempt=attempt.number))
+        while any(one.key == attempt.key and one.unreleased for one in state.attempts):
+            state = self._owned.append(state, bill)
+
     def _release(self, state: RunState, attempt: AttemptState, handle: Handle) -> RunState:
         bill = AttemptReleased(generation=attempt.generation, attempt=attempt.number)
         try:

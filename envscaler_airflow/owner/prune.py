@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from envscaler_airflow.errors import ProtocolError
+from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.images.locks import LOCK
 from envscaler_airflow.owner.reap import YOUNG_S
 from envscaler_airflow.planning.amounts import duration_text
@@ -91,10 +91,22 @@ def prune(
         dry_run: If True, only yield the runs.
 
     Raises:
-        StoreError: The store cannot be read or written; a later call continues.
+        StoreError: The store cannot be read, so that inputs of runs are unknown; a later call continues.
+        BackendError, StoreError: Some runs could not be judged by *why_gone*, or not be removed; after all
+            others: the first error.
     """
+    faults: list[BackendError] = []
+
+    def gone(key: RunKey) -> str | None:
+        try:
+            return why_gone(key)
+        except BackendError as err:
+            log.warning("run=%s is judged by its age alone: %s", key.prefix, err)
+            faults.append(err)
+            return None
+
     judged = [
-        _judge(Run(store, prefix), older_than_s, why_gone if applies_to(prefix) else _unknown)
+        _judge(Run(store, prefix), older_than_s, gone if applies_to(prefix) else _unknown)
         for prefix in run_prefixes(store)
     ]
     staying = [one for one in judged if one.old is None or one.old.kept or not applies_to(one.run.prefix)]
@@ -105,10 +117,17 @@ def prune(
         old = one.old
         if not old.kept and (reader := named.get(old.prefix)) is not None:
             old = replace(old, kept=f"the run {reader} names its outputs or checkpoints")
-        old = _measured(one.run, old)
-        if not old.kept and not dry_run:
-            old = replace(old, kept=_remove(one.run, one.number, old.reason))
+        try:
+            old = _measured(one.run, old)
+            if not old.kept and not dry_run:
+                old = replace(old, kept=_remove(one.run, one.number, old.reason))
+        except BackendError as err:
+            log.warning("run=%s is not removed: %s", old.prefix, err)
+            faults.append(err)
+            continue
         yield old
+    if faults:
+        raise faults[0]
 
 
 def _judge(run: Run, older_than_s: float, why_gone: Callable[[RunKey], str | None]) -> _Judged:

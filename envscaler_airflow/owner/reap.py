@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from envscaler_airflow.backends.base import Backend, Leftover, ListsLeftovers
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.owner.foreground import close
+from envscaler_airflow.owner.owned_run import OwnedRun
+from envscaler_airflow.owner.owner import Releaser
 from envscaler_airflow.owner.request import kill_quietly
-from envscaler_airflow.run import Handle, RunState
+from envscaler_airflow.owner.stage import Stage
+from envscaler_airflow.run import AttemptState, Handle, RunState
+from envscaler_airflow.run.event_bodies import StopRequested
 from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
@@ -58,12 +62,14 @@ def reap(
 
     It is left alone for its first 15 minutes, if it belongs to another store, and if its run cannot be
     identified. If the task of a live attempt is over, the attempt is asked to save and stop, as by a kill; a
-    later call removes it. One that cannot be judged or ended is logged, and the others are still removed.
+    later call removes it. One that cannot be judged, ended or released is logged, the others are still
+    removed, and the next call repeats it.
 
     Args:
         store: Run store.
         backend: Of the runs.
-        task_is_over: Why the task of a run will not return to it; None if it may, or if that is unknown.
+        task_is_over: Why the task of a run will not return to it; None if it may. Raises BackendError if that
+            is not known now.
         grace_s: Seconds that nodes may take to end.
         dry_run: If True, only yield the orphans.
 
@@ -136,23 +142,42 @@ def _state(run: Run) -> RunState | None:
 
 
 def _end(run: Run, backend: Backend, orphan: Orphan, grace_s: float) -> None:
-    if orphan.is_live and orphan.part.runs:
+    """End what still runs of an orphan; remove one that has ended, once the run's events record it."""
+    assert isinstance(backend, ListsLeftovers)
+    part = orphan.part
+    if orphan.is_live and part.runs:
         state = _state(run)
         owner = state.owner.ti_id if state is not None and state.owner is not None else ""
         asked = kill_quietly(run, backend, ti_id=owner, reason=orphan.reason)
         if asked and state is not None and state.live is not None and state.live.handle is None:
             backend.stop(orphan.handle, grace_s=grace_s)  # its owner died before it could record the start
         return
-    if orphan.part.runs:
+    if part.runs:
         backend.stop(orphan.handle, grace_s=grace_s)
-    elif orphan.is_live:
-        _record(run, backend)
-    assert isinstance(backend, ListsLeftovers)
+        if _unreleased(_state(run), part) is not None:
+            return  # its bill is complete once it has ended: a later call records and removes it
+    else:
+        _record(run, backend, orphan)
     backend.remove(orphan.handle)
 
 
-def _record(run: Run, backend: Backend) -> None:
-    """Record how the attempt ended and what it cost, before it is removed."""
+def _record(run: Run, backend: Backend, orphan: Orphan) -> None:
+    """Record how the attempt ended, what it cost, and that it is released, before it is removed."""
+    if orphan.is_live or _is_stopped_between_attempts(run):
+        _close(run, backend)
+    if _record_release(run, backend, orphan.part) and _is_stopped_between_attempts(run):
+        _close(run, backend)  # it waited for the release
+
+
+def _is_stopped_between_attempts(run: Run) -> bool:
+    """True if a stop of the run is requested, and no execution has recorded its end."""
+    state = _state(run)
+    if state is None or state.live is not None or state.status != "active":
+        return False
+    return any(isinstance(one.body, StopRequested) for one in state.pending)
+
+
+def _close(run: Run, backend: Backend) -> None:
     state = _state(run)
     owner = state.owner if state is not None else None
     if owner is None:
@@ -161,3 +186,24 @@ def _record(run: Run, backend: Backend) -> None:
         close(run, backend, ti_id=owner.ti_id, waits=False)
     except ProtocolError as err:
         log.warning("run=%s its end is not recorded: %s", run.prefix, err)
+
+
+def _record_release(run: Run, backend: Backend, part: Leftover) -> bool:
+    """Record the release of an ended attempt that its owner could not release; True if it is news.
+
+    Raises:
+        BackendError: Other parts of it still run and are stopped, or the backend does not report its bill.
+    """
+    state = _state(run)
+    held = _unreleased(state, part)
+    if state is None or state.owner is None or held is None:
+        return False
+    Releaser(OwnedRun(run, backend, state.owner, Stage(spec=None, spec_source=""))).record(state, held)
+    return True
+
+
+def _unreleased(state: RunState | None, part: Leftover) -> AttemptState | None:
+    """The ended attempt of *part*, if its owner could not release it; None if nothing is known of that."""
+    attempts = () if state is None else state.attempts
+    key = (part.generation, part.attempt)
+    return next((one for one in attempts if one.key == key and not one.is_live and one.unreleased), None)

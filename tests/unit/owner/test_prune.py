@@ -22,7 +22,7 @@ from fakes.run_events import (
 )
 
 from envscaler_agent.messages import SCHEMA
-from envscaler_airflow.errors import StoreError
+from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.owner import prune as module
 from envscaler_airflow.owner.owned_run import OwnedRun
 from envscaler_airflow.owner.owner import Owner
@@ -35,6 +35,7 @@ from envscaler_airflow.store.events import event_name
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.testing import FaultyStore
 
 DAY_S = 86_400.0
 MONTH_S = 30 * DAY_S
@@ -176,6 +177,37 @@ def test_the_run_of_a_deleted_dag_run_goes_at_once(store):
     )
 
     assert [(one.prefix, one.reason) for one in found] == [(keys[0].prefix, "deleted")]
+
+
+def test_an_airflow_that_does_not_answer_for_one_task_stops_no_other(store):
+    """The young run is kept, the old one and the deleted one go, and the error comes at the end (A8)."""
+    for name, days in (("a-young", 1), ("b-old", 40), ("c-gone", 1)):
+        make(store, replace(KEY, run_id=name), days=days)
+
+    def why_gone(key):
+        if key.run_id == "a-young":
+            raise BackendError("Airflow does not answer", transient=True)
+        return "deleted"
+
+    found = []
+    with pytest.raises(BackendError, match="Airflow does not answer"):
+        found.extend(one.prefix for one in prune(store, older_than_s=MONTH_S, why_gone=why_gone))
+
+    assert [prefix.split("/")[2] for prefix in found] == ["b-old", "c-gone"]
+    assert {name.split("/")[2] for name in store.names("")} == {"a-young"}
+
+
+def test_a_run_that_cannot_be_removed_stops_no_other(store):
+    """A store policy forbids one prefix; the error comes at the end (A8)."""
+    for name in ("a", "b"):
+        make(store, replace(KEY, run_id=name))
+    faulty = FaultyStore(store)
+    faulty.add("refuse", "delete", "dep/dag/a/*", times=None, error=StoreError("access denied"))
+
+    with pytest.raises(StoreError, match="access denied"):
+        removed(faulty)
+
+    assert {name.split("/")[2] for name in store.names("")} == {"a"}
 
 
 def test_a_run_that_never_began_goes_too(store):
