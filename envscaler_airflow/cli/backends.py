@@ -17,7 +17,7 @@ from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.common import NOT_NEGATIVE, echo_json, output_option, store_option
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.owner.reap import reap as reap_attempts
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run_store import Store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

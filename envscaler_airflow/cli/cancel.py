@@ -16,7 +16,8 @@ from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.backends import shell_backend
 from envscaler_airflow.cli.common import duration_option, echo_json, output_option, store_option
 from envscaler_airflow.cli.follow import Voice
-from envscaler_airflow.cli.foreground import (
+from envscaler_airflow.cli.inspect import followed
+from envscaler_airflow.cli.shell_owner import (
     SILENT_S,
     Foreground,
     Ownership,
@@ -26,7 +27,6 @@ from envscaler_airflow.cli.foreground import (
     shell_actor,
     write_owner,
 )
-from envscaler_airflow.cli.inspect import followed
 from envscaler_airflow.clouds import all_clouds
 from envscaler_airflow.errors import BackendError, RunFailedError, SpecError
 from envscaler_airflow.local_files import user_name
@@ -37,8 +37,8 @@ from envscaler_airflow.owner.stage import Stage, StoppedError
 from envscaler_airflow.planning.amounts import bytes_text, duration_text
 from envscaler_airflow.run import Actor, RunState
 from envscaler_airflow.run.event_bodies import NewOwner, Stopped
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import Store
 
 POLL_S = 2.0
 """How often a waiting ``cancel`` looks. Chosen: a person who waits notices no delay."""

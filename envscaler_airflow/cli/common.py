@@ -20,9 +20,9 @@ from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.local_files import data_folder, user_name
 from envscaler_airflow.planning.amounts import rounded_money
-from envscaler_airflow.store.base import Store, deployment_of, open_store
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey, encode_part
 from envscaler_airflow.store.run import Run, run_prefixes
+from envscaler_airflow.store.run_store import Store, deployment_of, open_store
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

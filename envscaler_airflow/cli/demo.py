@@ -27,7 +27,7 @@ from envscaler_agent.protocol import Status
 from envscaler_airflow.cli.common import echo_json, output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
 from envscaler_airflow.cli.follow import StageFollower, moves
-from envscaler_airflow.cli.foreground import signals
+from envscaler_airflow.cli.shell_owner import signals
 from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.envspec import load_spec

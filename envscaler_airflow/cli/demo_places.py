@@ -10,13 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from envscaler_airflow.backends.kubernetes import BACKEND, KubernetesBackend, names
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.kubernetes import BACKEND, names
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.catalog.packaged import scaled_price, shadow_offer
 from envscaler_airflow.cli.backends import settings_of
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.run import Handle
-from envscaler_airflow.store.base import Store, check_store, open_store
+from envscaler_airflow.store.run_store import Store, check_store, open_store
 
 CPUS = (1, 2)
 """Sizes of pods that the training may have. Chosen: what it can use, and what a laptop's cluster has."""

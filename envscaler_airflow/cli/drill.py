@@ -19,8 +19,8 @@ from envscaler_agent.protocol import Status
 from envscaler_airflow.backends.base import Backend, InjectsFaults, NodeFault
 from envscaler_airflow.cli.cancel import backend_of
 from envscaler_airflow.cli.common import duration_option, echo_json, not_empty, output_option, store_option
-from envscaler_airflow.cli.foreground import owner_of, watcher_of
 from envscaler_airflow.cli.inspect import followed, statuses
+from envscaler_airflow.cli.shell_owner import owner_of, watcher_of
 from envscaler_airflow.cli.tables import print_rehearsals
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.owner import choose
@@ -43,8 +43,8 @@ from envscaler_airflow.run.rehearsal import (
     is_steady,
     judge,
 )
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.run import PLAN, Run
+from envscaler_airflow.store.run_store import Store
 
 POLL_S = 1.0
 """How often the run is read, seconds. Chosen: finer than the 15 s between two statuses without a change."""

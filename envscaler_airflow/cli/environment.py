@@ -33,8 +33,8 @@ from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.setup import copy_in
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Mount, Spool
 from envscaler_airflow.sidecar.uploads import WriteBack
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run_store import Store
 
 Say = Callable[[str], None]
 Resolve = Callable[[str], str]

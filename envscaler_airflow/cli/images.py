@@ -39,7 +39,7 @@ from envscaler_airflow.images.locks import apply_lock, find_conflicts, resolve
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.sidecar_image import build_sidecar_image, sidecar_image_name
 from envscaler_airflow.images.targets import image_name
-from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run_store import open_store
 
 _builder_option = click.option(
     "--builder",

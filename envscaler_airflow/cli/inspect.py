@@ -19,7 +19,7 @@ from envscaler_airflow.cli.common import (
     store_option,
 )
 from envscaler_airflow.cli.follow import OutputReader, marked
-from envscaler_airflow.cli.foreground import OWNER, SILENT_S, owner_of, shown_status
+from envscaler_airflow.cli.shell_owner import OWNER, SILENT_S, owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.images.locks import LOCK, container_image
@@ -27,9 +27,9 @@ from envscaler_airflow.owner.report import run_bill, run_report
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import explain as in_words
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
 from envscaler_airflow.store.run import RUN, Run, run_prefixes
+from envscaler_airflow.store.run_store import Store
 
 
 @click.command()

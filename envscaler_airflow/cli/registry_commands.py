@@ -18,7 +18,7 @@ from envscaler_airflow.images.spec_registry import (
     check_document,
     split_reference,
 )
-from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run_store import open_store
 
 
 @click.group(cls=Group)

@@ -28,9 +28,9 @@ from envscaler_airflow.owner import freeze, limits
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 
 SAMPLE = "sample"
 """Name of the run whose Job is shown; the names and labels of a Job contain a hash of its run."""

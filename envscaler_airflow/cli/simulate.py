@@ -13,8 +13,8 @@ from envscaler_airflow.cli.common import echo_json, find_run, output_option, sto
 from envscaler_airflow.cli.follow import Bar, bar
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.scaling import all_policies
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.decisions import read_decisions
+from envscaler_airflow.store.run_store import Store
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)

@@ -21,7 +21,7 @@ from envscaler_airflow.images.requirement_files import read_requirements
 from envscaler_airflow.images.spec_registry import SpecRegistry
 from envscaler_airflow.launch import batches
 from envscaler_airflow.scaling.registry import check_policy
-from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run_store import open_store
 
 MIN_SECRET_CHARS = 8
 """Shorter values are not looked for. Chosen: they are words that a spec has anyway, such as ``train``."""

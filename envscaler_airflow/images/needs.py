@@ -21,7 +21,7 @@ from envscaler_airflow.images.builders import Docker
 from envscaler_airflow.images.programs import find_program, run_program, uv_program
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.venv import python_version
-from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run_store import open_store
 
 _QUERIES: dict[str, tuple[str, ...]] = {
     "dpkg-query": ("--show", "--showformat", "${db:Status-Status} ${Version}\n"),

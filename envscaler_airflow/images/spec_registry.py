@@ -25,7 +25,7 @@ from envscaler_agent.messages import SCHEMA, check_schema
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.local_files import cache_folder, read_plain, user_name, write_atomic
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run_store import Store
 
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _VERSION = re.compile(rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?\Z")

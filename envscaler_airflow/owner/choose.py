@@ -35,8 +35,8 @@ from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling.from_spec import speedup_warning
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.run import PLAN, Run
+from envscaler_airflow.store.run_store import Store
 from envscaler_airflow.store.stockouts import stockouts
 
 

@@ -17,8 +17,8 @@ from envscaler_airflow.launch import batches, launch_of
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import AttemptState
 from envscaler_airflow.store.archive import pack_workdir
-from envscaler_airflow.store.base import Store, folder_of
 from envscaler_airflow.store.run import ARCHIVE_FIELD, RUN, Run, spec_name
+from envscaler_airflow.store.run_store import Store, folder_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from envscaler_airflow.owner.reap import YOUNG_S
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import MAX_EVENT_BYTES, Event, RunState
 from envscaler_airflow.run.event_bodies import PruneIntended
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.events import FOLDER, event_name
 from envscaler_airflow.store.keys import AT_ONCE, RunKey
 from envscaler_airflow.store.lease import LEASE
 from envscaler_airflow.store.run import MAX_SPEC_BYTES, RUN, Run, run_prefixes, spec_name
+from envscaler_airflow.store.run_store import Store
 
 log = logging.getLogger(__name__)
 

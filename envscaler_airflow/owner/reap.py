@@ -15,9 +15,9 @@ from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import AttemptState, Handle, RunState
 from envscaler_airflow.run.event_bodies import StopRequested
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import Store
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from envscaler_airflow.hooks.settings import StorePlace, setting, store_place
 from envscaler_airflow.plugin.page import POLICY, message_page, run_page
 from envscaler_airflow.plugin.page_facts import RunFacts, read_facts
 from envscaler_airflow.store import Run, RunKey, Store, deployment_of
-from envscaler_airflow.store.base import DEPLOYMENT
+from envscaler_airflow.store.run_store import DEPLOYMENT
 
 _log = logging.getLogger(__name__)
 _HEADERS = {

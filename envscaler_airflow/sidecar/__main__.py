@@ -20,8 +20,8 @@ from envscaler_airflow.sidecar.context import (
 )
 from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Spool
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 
 log = logging.getLogger("envscaler_airflow.sidecar")
 

@@ -31,10 +31,10 @@ from envscaler_airflow.sidecar.completeness import Settling
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.spool_state import AttemptNode
 from envscaler_airflow.store import checkpoints, manifests
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.outputs import open_folder
 from envscaler_airflow.store.root import Root
+from envscaler_airflow.store.run_store import Store
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://|/")
 _ADDRESS = re.compile(r"[0-9A-Za-z.\[\]:-]{3,64}\Z")

@@ -29,8 +29,8 @@ from envscaler_airflow.sidecar.restore import empty
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.sidecar.uploads import WriteBack
 from envscaler_airflow.store import archive, manifests, outputs
-from envscaler_airflow.store.base import Store, TellsVersions, open_store
 from envscaler_airflow.store.root import COPY_BYTES, Root
+from envscaler_airflow.store.run_store import Store, TellsVersions, open_store
 from envscaler_airflow.store.transfer_progress import Moved
 
 

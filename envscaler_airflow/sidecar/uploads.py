@@ -30,9 +30,9 @@ from envscaler_airflow.sidecar.owner_watch import WHY, standing_of
 from envscaler_airflow.sidecar.snapshots import snapshot_facts
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import checkpoints, manifests, outputs
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.outputs import is_output_uri
+from envscaler_airflow.store.run_store import open_store
 
 COARSE_NS = 10_000_000
 """How far the file system's time may be behind, ns. Source: Linux, coarse clock, at most 10 ms."""

@@ -28,8 +28,8 @@ from envscaler_agent.protocol import (
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.store import manifests as folders
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
+from envscaler_airflow.store.run_store import Store
 
 FOLDER = "checkpoints"
 """Folder of the checkpoints, below the run's."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from envscaler_agent.messages import MAX_JSON_BYTES, Message
 from envscaler_agent.protocol import claim_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run_store import Store
 
 MOST_CLAIMS = 10_000
 """Most claims to one node of an attempt; later ones are void. Chosen: a pod every five minutes for a month.

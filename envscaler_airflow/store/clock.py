@@ -49,7 +49,7 @@ class StoreDates:
 class DatedStore:
     """What every store has in common: its time, and reads without the date or with a limit.
 
-    A subclass has ``read_dated``, ``sizes`` and ``uri`` of :class:`~envscaler_airflow.store.base.Store`.
+    A subclass has ``read_dated``, ``sizes`` and ``uri`` of :class:`~envscaler_airflow.store.run_store.Store`.
     """
 
     _max_age_s = float("inf")

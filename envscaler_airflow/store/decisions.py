@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from envscaler_agent.messages import SCHEMA, check_schema
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.scaling import Check
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run_store import Store
 
 FOLDER = "decisions"
 CHUNK_S = 600.0

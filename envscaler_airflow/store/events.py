@@ -18,8 +18,8 @@ from envscaler_airflow import __version__
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor, Event, RunState, fold
 from envscaler_airflow.run.event_bodies import EventBody
-from envscaler_airflow.store.base import Store, folder_of
 from envscaler_airflow.store.clock import STEP_S
+from envscaler_airflow.store.run_store import Store, folder_of
 
 FOLDER = "events"
 """Folder of the events, below the run's."""

@@ -34,8 +34,9 @@ ATOMIC_CREATE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory"})
 """Protocols for which the service decides which ``pipe_file(mode="create")`` wins.
 
 Source: gcsfs 2026.10 (``ifGenerationMatch=0``), adlfs 2026.8 (``overwrite=False``, which is
-``If-None-Match: *``), fsspec 2026.9 (memory, one process). :func:`~envscaler_airflow.store.base.check_store`
-detects older versions that accept the mode and ignore it.
+``If-None-Match: *``), fsspec 2026.9 (memory, one process).
+:func:`~envscaler_airflow.store.run_store.check_store` detects older versions that accept the mode and ignore
+it.
 """
 
 

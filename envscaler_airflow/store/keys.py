@@ -53,7 +53,7 @@ class RunKey(Record):
     """Identity of a run: one execution of a stage in a DAG run, over all its try numbers.
 
     Attributes:
-        deployment: ``[envscaler] deployment``, see :func:`~envscaler_airflow.store.base.deployment_of`.
+        deployment: ``[envscaler] deployment``, see :func:`~envscaler_airflow.store.run_store.deployment_of`.
         dag_id, run_id, task_id: Airflow's; outside Airflow the user who submits chooses them.
         map_index: Index of a mapped task; -1 when it is not mapped, as in Airflow.
         team: Airflow's team, None if Airflow has no teams.

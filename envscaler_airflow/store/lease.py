@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from envscaler_agent.messages import SCHEMA, read_object
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run_store import Store
 
 LEASE = "lease/run.json"
 RENEW_EVERY_S = 60.0

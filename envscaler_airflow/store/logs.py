@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from envscaler_agent import protocol
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.lease import BEGIN, RENEW_EVERY_S, Cursor, log_key, read_task_log, write_task_log
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import Store
 
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk read, bytes. Chosen: four times the largest that is written."""

@@ -37,9 +37,9 @@ from envscaler_agent.protocol import (
     parse_manifest_name,
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.keys import MANIFEST, join
 from envscaler_airflow.store.root import NEVER_SAVED, Place, Root
+from envscaler_airflow.store.run_store import Store
 from envscaler_airflow.store.transfer_progress import Moved
 
 SMALL_BYTES = 4 << 20

@@ -16,9 +16,9 @@ from typing import Any
 from envscaler_agent.protocol import Manifest, is_safe_name
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.store import manifests
-from envscaler_airflow.store.base import Store, open_store
 from envscaler_airflow.store.keys import MANIFEST
 from envscaler_airflow.store.root import Place
+from envscaler_airflow.store.run_store import Store, open_store
 from envscaler_airflow.store.transfer_progress import Moved
 
 _OUTPUT_URI = re.compile(r"(.+)/(outputs/g\d{1,9}-a\d{1,9}-c\d{1,9}/[^/]+)/?\Z")

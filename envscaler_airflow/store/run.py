@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from envscaler_agent.messages import MAX_JSON_BYTES, read_object
 from envscaler_agent.protocol import Control, Ended, Progress, Status, Transfer, control_name, status_name
 from envscaler_airflow.errors import ProtocolError, SpecError
-from envscaler_airflow.store.base import Store, StoreView
 from envscaler_airflow.store.checkpoints import read_control
 from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.lease import LeaseFile
+from envscaler_airflow.store.run_store import Store, StoreView
 
 if TYPE_CHECKING:
     from envscaler_airflow.envspec import EnvSpec

@@ -14,7 +14,7 @@ from envscaler_airflow.clouds import refusals
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.planning.stockouts import StockOut, met
-from envscaler_airflow.store.base import Store
+from envscaler_airflow.store.run_store import Store
 
 FOLDER = "stockouts.v1"
 """Folder in the store. No run's folder has a dot in its name."""

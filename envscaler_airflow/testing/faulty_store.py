@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
 
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.store.base import Store, StoreView
 from envscaler_airflow.store.keys import MAX_BYTES
+from envscaler_airflow.store.run_store import Store, StoreView
 
 FaultKind = Literal["refuse", "lose-answer", "delay"]
 """``refuse``: raises without effect. ``lose-answer``: acts, then raises. ``delay``: waits, then acts."""

@@ -32,11 +32,11 @@ from envscaler_airflow.plugin.page_facts import read_facts
 from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import Handle
 from envscaler_airflow.scaling import replay
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.decisions import read_decisions
 from envscaler_airflow.store.keys import RunKey, is_manifest
 from envscaler_airflow.store.logs import read_logs
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
 
 HERE = Path(__file__).parent
@@ -162,7 +162,7 @@ def test_the_list_of_runs_goes_on_beside_a_run_of_the_first_schema(old):
 def test_a_run_of_the_first_schema_is_not_continued_from_the_shell(old, tmp_path, monkeypatch):
     """Before anything is installed, written or started."""
     (tmp_path / "train.yaml").write_text(SPEC)
-    monkeypatch.setattr("envscaler_airflow.cli.run.shell_key", lambda *_: OLD_KEY)
+    monkeypatch.setattr("envscaler_airflow.cli.run_commands.shell_key", lambda *_: OLD_KEY)
     options = ["-f", str(tmp_path / "train.yaml"), "--name", OLD_KEY.run_id]
 
     got = CliRunner().invoke(main, ["run", *options, "--store", old.store.url])

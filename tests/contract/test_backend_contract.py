@@ -11,8 +11,8 @@ import attempts
 import pytest
 
 from envscaler_airflow.backends.base import Backend, CountsFree
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError, NoOfferError, SpecError
 from envscaler_airflow.planning.offers import Allocation

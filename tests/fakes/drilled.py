@@ -15,10 +15,10 @@ from pathlib import Path
 import yaml
 from fakes.owned import Owned
 
-from envscaler_airflow.cli.foreground import watcher_of
+from envscaler_airflow.cli.shell_owner import watcher_of
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 
 SPEC = """
 version: v1

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import yaml
 
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 
 
 class Owned:

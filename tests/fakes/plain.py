@@ -13,7 +13,7 @@ import attempts
 import psutil
 
 from envscaler_agent.protocol import Control, Manifest, control_name
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store import open_store

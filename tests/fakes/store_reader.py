@@ -5,7 +5,6 @@ from pathlib import Path
 from envscaler_agent.protocol import Manifest
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.store import manifests
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.checkpoints import (
     checkpoint_prefix,
     complete_checkpoints,
@@ -13,6 +12,7 @@ from envscaler_airflow.store.checkpoints import (
     resume_order,
 )
 from envscaler_airflow.store.outputs import open_folder
+from envscaler_airflow.store.run_store import Store
 
 
 def newest_good(store: Store, *, attempt: int, candidates: list[str]) -> tuple[str | None, list[str]]:

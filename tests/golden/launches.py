@@ -16,10 +16,10 @@ from typing import Any
 from golden.files import DATA, json_text, replaced
 
 from envscaler_agent.protocol import Control, Manifest, Status, control_name, status_name
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.job_manifest import (
     render_attempt as render_for_kubernetes,
 )
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.local import mount_main
 from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.backends.local.node_plan import attempt_name as local_name

@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow import CloudPricingHook
 from envscaler_airflow.backends.base import StoreLogin
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.hooks.settings import store_place
 from envscaler_airflow.operators import arguments

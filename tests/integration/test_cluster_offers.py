@@ -7,7 +7,7 @@ import json
 from click.testing import CliRunner
 from fakes.kubernetes import Cluster
 
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.cli import main
 
 

@@ -13,7 +13,7 @@ from integration.kubernetes.rig import eventually, running
 from envscaler_agent.messages import SCHEMA
 from envscaler_airflow import ReapOperator
 from envscaler_airflow.backends.base import AttemptRequest
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.hooks import states
 from envscaler_airflow.owner import reap as reap_module
 from envscaler_airflow.owner.reap import reap

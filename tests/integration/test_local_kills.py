@@ -15,7 +15,7 @@ import attempts
 import psutil
 import pytest
 
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.planning.offers import Allocation
 
@@ -366,8 +366,8 @@ def test_a_submitter_killed_at_any_step_leaves_one_attempt_or_none(backend, tmp_
         import os, signal, subprocess, sys
         from pathlib import Path
         sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
-        from envscaler_airflow.backends.local import backend as module
-        from envscaler_airflow.backends.local.backend import _Start, files
+        from envscaler_airflow.backends.local import local_backend as module
+        from envscaler_airflow.backends.local.local_backend import _Start, files
         from test_local_kills import PROGRAMS, LocalBackend, request_for
         after, _, name = {STEPS[step]!r}.rpartition(":")
         holder, _, name = name.rpartition(".")

@@ -7,7 +7,8 @@ from pathlib import Path
 import attempts
 import pytest
 
-from envscaler_airflow.backends.local import LocalBackend, files
+from envscaler_airflow.backends.local import files
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.backends.local.node_plan import Programs
 from envscaler_airflow.planning.offers import Allocation
 

@@ -11,7 +11,7 @@ import attempts
 import pytest
 
 from envscaler_agent.protocol import Control, Status, control_name, status_name
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.backends.local.volumes import no_mounts
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning.offers import Allocation

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner.foreground import ForegroundOwner
 from envscaler_airflow.owner.owner import Owner

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.store.base import Store, check_store, open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import Store, check_store, open_store
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import check_store, open_store
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -363,7 +363,7 @@ from envscaler_airflow.backends import backend_type
 from envscaler_airflow.run import Handle
 from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.owner.run_watch import AttemptWatcher
-from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.store.run import Run
 url, prefix, root, handle, number = sys.argv[1:]
 handle = Handle.from_dict(json.loads(handle))

@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.backends.kubernetes.settings import SIDECAR_IMAGE
+from envscaler_airflow.backends.kubernetes.cluster_settings import SIDECAR_IMAGE
 from envscaler_airflow.cli import main
 from envscaler_airflow.images.sidecar_image import REQUIREMENTS
 

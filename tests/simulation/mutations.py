@@ -36,7 +36,7 @@ MUTATIONS = {
         'if node.state in ("lost", "unknown"):\n        return ("lost", node.detail',
     ),
     "create-overwrites": Mutation(
-        "envscaler_airflow.store.base",
+        "envscaler_airflow.store.run_store",
         "return self.store.create(self._name(name), data)",
         "return self.store.write(self._name(name), data) is None",
     ),

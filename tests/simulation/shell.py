@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from envscaler_airflow.cli.foreground import shell_actor
+from envscaler_airflow.cli.shell_owner import shell_actor
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import (
     BackendError,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from envscaler_airflow.errors import StoreError
-from envscaler_airflow.store.base import Store
 from envscaler_airflow.store.clock import DatedStore
 from envscaler_airflow.store.keys import (
     MAX_BYTES,
@@ -24,6 +23,7 @@ from envscaler_airflow.store.keys import (
     is_manifest,
     join,
 )
+from envscaler_airflow.store.run_store import Store
 from tests.simulation.kernel import Actor, Machine, World
 
 URL = "s3://simulated"
@@ -155,7 +155,7 @@ class SimStore:
 
 
 class SimClient(DatedStore):
-    """The store as one process sees it: :class:`~envscaler_airflow.store.base.Store`.
+    """The store as one process sees it: :class:`~envscaler_airflow.store.run_store.Store`.
 
     Attributes:
         cut_off_until: Until this true time no answer comes.

@@ -8,25 +8,14 @@ from typing import TYPE_CHECKING, Any
 from envscaler_airflow.backends import BackendType, ShellOption
 
 if TYPE_CHECKING:
-    from envscaler_airflow.backends.kubernetes.backend import KubernetesBackend as KubernetesBackend
+    from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
     from envscaler_airflow.clouds import Access
     from envscaler_airflow.envspec.models import EnvSpec
-
-__all__ = ["BACKEND", "KubernetesBackend"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the backend on first use: the sidecar and the install step start without it."""
-    if name == "KubernetesBackend":
-        from envscaler_airflow.backends.kubernetes.backend import KubernetesBackend  # noqa: PLC0415  # lazy on purpose
-
-        return KubernetesBackend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _create(settings: Mapping[str, Any], access: Access | None) -> KubernetesBackend:
     """The session of *access* is an ``ApiClient``, as the hook of the cncf.kubernetes provider makes it."""
-    from envscaler_airflow.backends.kubernetes.backend import KubernetesBackend  # noqa: PLC0415  # only to open it
+    from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend  # noqa: PLC0415  # only to open it
 
     return KubernetesBackend(api_client=None if access is None else access.session, **settings)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.job_manifest import (
     SIDECAR_CPUS,
     SIDECAR_MEMORY_BYTES,
@@ -19,7 +20,6 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
     node_type,
     tolerated_taints,
 )
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import Accelerator, unit_name
 from envscaler_airflow.catalog.nodes import GIB, ClusterNode, Price, highest, node_price, quantity, read_node
 from envscaler_airflow.catalog.packaged import packaged

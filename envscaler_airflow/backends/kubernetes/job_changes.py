@@ -12,6 +12,7 @@ from typing import Any
 from envscaler_airflow.backends.base import QUIET_S, AttemptStatus, Injection, NodeFault, ResizeState
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.failures import (
     LOST_AFTER_S,
     MAIN,
@@ -31,7 +32,6 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
 )
 from envscaler_airflow.backends.kubernetes.job_usage import unheld
 from envscaler_airflow.backends.kubernetes.mounts import holds_s
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.nodes import quantity
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.run import outcome_of

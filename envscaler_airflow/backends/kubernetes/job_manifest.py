@@ -13,6 +13,7 @@ from envscaler_agent.ending import EXIT_CODES
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import mounts as at
 from envscaler_airflow.backends.kubernetes import names, security
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.scheduling import (
     affinity,
     gpu_resource,
@@ -20,7 +21,6 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
     placement,
     tolerations,
 )
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.envspec.resources import Resources, default_limit_bytes
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text

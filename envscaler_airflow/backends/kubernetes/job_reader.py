@@ -9,11 +9,11 @@ from dataclasses import replace
 from envscaler_airflow.backends.base import AttemptStatus
 from envscaler_airflow.backends.kubernetes import failures, names
 from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.failures import MAIN, is_waiting_silently
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.job_snapshot import Seen, job_end
 from envscaler_airflow.backends.kubernetes.job_usage import needs_history
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.shared_watch import View
 
 

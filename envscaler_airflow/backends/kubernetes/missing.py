@@ -13,7 +13,7 @@ from envscaler_airflow.backends.kubernetes.cluster_offers import (
     is_usable,
     kinds_of,
 )
-from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.catalog.accelerators import Accelerator
 from envscaler_airflow.envspec import parse_reference
 from envscaler_airflow.envspec.gpus import MEMORY_GB, is_share

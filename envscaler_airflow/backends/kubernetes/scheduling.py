@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.catalog.accelerators import GPU_PRODUCT, resource_of
 from envscaler_airflow.catalog.nodes import GPU_TAINTS, SPOT_LABELS, SPOT_TAINTED
 from envscaler_airflow.envspec.gpus import vendor_of

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from envscaler_airflow.backends.base import StoreLogin
-from envscaler_airflow.backends.kubernetes.settings import Settings
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.envspec.models import Volume
 from envscaler_airflow.errors import SpecError
 

@@ -9,28 +9,16 @@ from envscaler_airflow.backends import BackendType
 from envscaler_airflow.errors import SpecError
 
 if TYPE_CHECKING:
-    from envscaler_airflow.backends.local.backend import LocalBackend as LocalBackend
+    from envscaler_airflow.backends.local.local_backend import LocalBackend
     from envscaler_airflow.clouds import Access
     from envscaler_airflow.envspec.models import EnvSpec
-
-__all__ = ["BACKEND", "LocalBackend"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the backend on first use, so that node main starts without it."""
-    if name == "LocalBackend":
-        from envscaler_airflow.backends.local.backend import LocalBackend  # noqa: PLC0415  # lazy on purpose
-
-        return LocalBackend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 _SETTINGS: Mapping[str, type] = {"root": str, "prices": Mapping}
 
 
 def _create(settings: Mapping[str, Any], _access: Access | None) -> LocalBackend:
     """The settings are *root*, a path, and *prices*, USD per hour by share."""
-    from envscaler_airflow.backends.local.backend import LocalBackend  # noqa: PLC0415  # only to open it
+    from envscaler_airflow.backends.local.local_backend import LocalBackend  # noqa: PLC0415  # only to open it
 
     for name, value in settings.items():
         if not isinstance(value, _SETTINGS.get(name, ())):
@@ -53,7 +41,7 @@ def _faults(spec: EnvSpec) -> list[str]:
 
 def _warnings(spec: EnvSpec) -> list[str]:
     """Paths that this machine cannot mount, and speed-ups for shares that it does not have."""
-    from envscaler_airflow.backends.local.backend import LocalBackend  # noqa: PLC0415  # only to check
+    from envscaler_airflow.backends.local.local_backend import LocalBackend  # noqa: PLC0415  # only to check
     from envscaler_airflow.backends.local.volumes import mount_warnings  # noqa: PLC0415  # as above
     from envscaler_airflow.launch import Paths  # noqa: PLC0415  # as above
     from envscaler_airflow.scaling.from_spec import speedup_warning  # noqa: PLC0415  # as above

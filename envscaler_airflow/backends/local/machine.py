@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from envscaler_airflow.catalog import canonical_gpu, nominal_memory_gb
+from envscaler_airflow.catalog.accelerators import canonical_gpu, nominal_memory_gb
 from envscaler_airflow.planning.record import Record
 
 GIB = float(1 << 30)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.machine import GIB, Gpu, Machine
-from envscaler_airflow.catalog import scaled_price, shadow_offer
+from envscaler_airflow.catalog.packaged import scaled_price, shadow_offer
 from envscaler_airflow.envspec.resources import Gpu as GpuRequest
 from envscaler_airflow.envspec.resources import Resources
 from envscaler_airflow.errors import BackendError, CapacityError

@@ -17,7 +17,7 @@ from typing import Any
 
 from envscaler_airflow import EnvStageOperator
 from envscaler_airflow.backends.base import AttemptRequest
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.run import Handle
 

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from envscaler_agent.protocol import Control
-from envscaler_airflow.backends.kubernetes import KubernetesBackend, names
+from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import RefusedError
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner.foreground import ForegroundOwner
 from envscaler_airflow.owner.owner import Owner

@@ -6,7 +6,8 @@ import pytest
 from fakes.kubernetes import Cluster, Program
 from integration.kubernetes.rig import Stagehand
 
-from envscaler_airflow.backends.kubernetes import KubernetesBackend, client
+from envscaler_airflow.backends.kubernetes import client
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.backends.kubernetes.shared_watch import close_views
 
 

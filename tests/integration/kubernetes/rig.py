@@ -10,9 +10,9 @@ from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.stage import Stage, Waiting, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import check_store, open_store
 
 OFFER = Offer("kubernetes", "", "node:cpu-1", "on-demand", vcpus=1.0, memory_gib=1.0)
 

@@ -18,8 +18,8 @@ from envscaler_airflow.owner.usage import Span
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Handle
 from envscaler_airflow.run.event_bodies import NewGeneration
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.triggers import scaling_checks
 
 

@@ -24,7 +24,7 @@ from envscaler_airflow import EnvStageOperator, ReapOperator, ScalingSensor, bac
 from envscaler_airflow import installed as registry
 from envscaler_airflow.backends import BackendType
 from envscaler_airflow.backends.local.processes import ProcessId
-from envscaler_airflow.cli import main, render, run
+from envscaler_airflow.cli import main, render, run_commands
 from envscaler_airflow.envspec.loading import BACKENDS
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks import states
@@ -35,7 +35,7 @@ from envscaler_airflow.owner import reap as reap_module
 from envscaler_airflow.owner.foreground import ForegroundOwner
 from envscaler_airflow.triggers.scaling_checks import Checks
 
-COMMANDS = (run.submit, run.backend_options, render.render)
+COMMANDS = (run_commands.submit, run_commands.backend_options, render.render)
 """Imported before the package is installed: a process imports a command once, with the options known then."""
 SPEC = """\
 version: v1

@@ -25,7 +25,7 @@ def test_the_process_of_a_node_loads_no_pydantic():
 @pytest.mark.parametrize(
     "module",
     [
-        "envscaler_airflow.cli.run",
+        "envscaler_airflow.cli.run_commands",
         "envscaler_airflow.cli.inspect",
         "envscaler_airflow.images.sidecar_image",
         "envscaler_airflow.backends.kubernetes.pod_sidecar",

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.scheduling import gpu_resource
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.accelerators import accelerators, resource_of
 from envscaler_airflow.catalog.nodes import quantity
 from envscaler_airflow.cli import main

@@ -2,13 +2,8 @@
 
 import pytest
 
-from envscaler_airflow.catalog import (
-    PRICES_AS_OF,
-    canonical_gpu,
-    listed_offers,
-    scaled_price,
-    shadow_offer,
-)
+from envscaler_airflow.catalog.accelerators import canonical_gpu
+from envscaler_airflow.catalog.packaged import PRICES_AS_OF, listed_offers, scaled_price, shadow_offer
 
 
 def test_every_packaged_row_has_a_published_price_and_its_date():

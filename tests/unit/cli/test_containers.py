@@ -16,8 +16,8 @@ from envscaler_airflow.images.build import Built
 from envscaler_airflow.images.builders import Docker, Image
 from envscaler_airflow.images.needs import Here
 from envscaler_airflow.launch import launch_of
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.run_store import open_store
 
 HERE = Here(cpus=2, memory_bytes=1 << 33, disk_bytes=1 << 33)
 

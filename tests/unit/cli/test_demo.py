@@ -25,12 +25,12 @@ from envscaler_airflow.cli.demo import (
     reason_to_lose,
 )
 from envscaler_airflow.cli.follow import StageFollower
-from envscaler_airflow.cli.foreground import signals
+from envscaler_airflow.cli.shell_owner import signals
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import read_body
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.testing.airflow_api import AirflowApi
 
 PREFIX = "local/dag/run/train/-1"

@@ -12,7 +12,7 @@ from fakes.run_events import LARGE, SMALL
 
 from envscaler_airflow.backends.base import Injection
 from envscaler_airflow.cli import drill, main
-from envscaler_airflow.cli.foreground import watcher_of, write_owner
+from envscaler_airflow.cli.shell_owner import watcher_of, write_owner
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor, Handle
@@ -24,9 +24,9 @@ from envscaler_airflow.run.event_bodies import (
     Stopped,
     Unknown,
 )
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import PLAN, Run, spec_name
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.testing import ScriptedBackend
 
 KEY = RunKey("d", "shell", "nightly", "train")

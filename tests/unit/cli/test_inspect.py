@@ -15,15 +15,15 @@ from envscaler_airflow.cli import inspect as inspect_module
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.cancel import REASON, OwnerGoneError, await_end
 from envscaler_airflow.cli.common import shell_key
-from envscaler_airflow.cli.foreground import OWNER, owner_of, shown_status, write_owner
+from envscaler_airflow.cli.shell_owner import OWNER, owner_of, shown_status, write_owner
 from envscaler_airflow.cli.tables import RunRow, print_runs
 from envscaler_airflow.images.locks import LOCK, Lock
 from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.run import Actor, RunState
 from envscaler_airflow.run.event_bodies import NewGeneration, NewOwner, Stopped, read_body
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.events import event_name
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.testing import ScriptedBackend
 
 IN_CONTAINER = "d/shell/nightly/train/-1"

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from envscaler_airflow.cli import follow, main
 from envscaler_airflow.cli.common import is_unread, outlive_readers
 from envscaler_airflow.cli.follow import Bar, bar
-from envscaler_airflow.store.base import check_store, open_store
+from envscaler_airflow.store.run_store import check_store, open_store
 
 
 def leaves(command, path=()):

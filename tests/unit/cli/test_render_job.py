@@ -9,7 +9,7 @@ import yaml
 from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.cli.render import render_attempt
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.errors import SpecError

@@ -11,8 +11,8 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import read_body
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 

@@ -10,7 +10,7 @@ from kubernetes.client import Configuration
 from kubernetes.config import incluster_config
 
 from envscaler_airflow.backends import backend_type
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks.compute import compute_place, open_backend
 from envscaler_airflow.hooks.connections import resolve_secret

@@ -16,7 +16,7 @@ from envscaler_airflow.images.spec_registry import (
     shipped_names,
     split_reference,
 )
-from envscaler_airflow.store.base import open_store
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.testing.faulty_store import FaultyStore
 
 MODULE = "version: v1\nsystem_packages: [git]\n"

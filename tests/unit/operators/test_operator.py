@@ -18,7 +18,7 @@ from fakes.operator_world import PREFIX, SPEC, Ti, operator_world
 
 from envscaler_agent.protocol import log_name
 from envscaler_airflow import EnvStageOperator, spec_params
-from envscaler_airflow.backends.kubernetes import KubernetesBackend
+from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.errors import SpecError, StoreError
 from envscaler_airflow.operators import arguments as asked
 from envscaler_airflow.operators.arguments import chosen_parameters, spec_path

@@ -21,9 +21,9 @@ from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import check_store, open_store
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 

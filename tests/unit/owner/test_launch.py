@@ -11,9 +11,9 @@ from envscaler_airflow.owner import freeze
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 KEY = RunKey("deployment", "dag", "run", "train")

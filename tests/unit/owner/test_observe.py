@@ -11,10 +11,10 @@ from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import Actor
-from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import check_store, open_store
 from envscaler_airflow.testing import ManualClock, ScriptedBackend
 
 KEY = RunKey("deployment", "dag", "run", "train")

@@ -30,11 +30,11 @@ from envscaler_airflow.owner.prune import OldRun, prune
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.run import Event
 from envscaler_airflow.run.event_bodies import NewGeneration, PruneIntended, read_body
-from envscaler_airflow.store.base import StoreView
 from envscaler_airflow.store.events import event_name
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import StoreView
 from envscaler_airflow.testing import FaultyStore
 
 DAY_S = 86_400.0

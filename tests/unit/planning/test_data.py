@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.market import candidate_body
+from envscaler_airflow.cli.offer_options import candidate_body
 from envscaler_airflow.clouds import schemes, tariffs
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError

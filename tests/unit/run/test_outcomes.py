@@ -13,7 +13,7 @@ from envscaler_agent import ending
 from envscaler_agent.ending import EXIT_CODES
 from envscaler_agent.protocol import END_REASONS, Ended, Status
 from envscaler_airflow.backends.base import NodeEnd
-from envscaler_airflow.backends.kubernetes import backend
+from envscaler_airflow.backends.kubernetes import kubernetes_backend
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.job_changes import status_of
 from envscaler_airflow.backends.kubernetes.job_snapshot import Seen
@@ -47,7 +47,7 @@ OWNER_MADE = {
     "spec": "owner/start.py",
     "no-offer": "owner/start.py",
     "backend": "owner/start.py",
-    "start": "cli/foreground.py",
+    "start": "cli/shell_owner.py",
 }
 """Rows that no wrapper and no backend reports, and where the owner creates each."""
 ENDS = [name for name, row in OUTCOMES.items() if row.kind == "end"]
@@ -212,7 +212,7 @@ def test_these_rows_call_for_this_recovery(recovery, rows):
 )
 def test_a_start_whose_pod_never_runs_raises_by_its_row(name, error):
     """Only a lack of capacity is recorded as one."""
-    assert backend.error_of(outcome_of(name)) is error
+    assert kubernetes_backend.error_of(outcome_of(name)) is error
 
 
 def test_a_node_waits_for_the_next_pod_of_node_0_where_the_stage_is_not_to_blame():

@@ -6,8 +6,8 @@ import pytest
 
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.sidecar.context import AWAY_S, InterruptibleStore
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 from envscaler_airflow.testing import ManualClock
 
 

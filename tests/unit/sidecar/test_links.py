@@ -17,9 +17,9 @@ from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs, WriteBack
 from envscaler_airflow.store import manifests
 from envscaler_airflow.store.archive import pack_workdir
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.manifests import TreeFile
 from envscaler_airflow.store.root import Place
+from envscaler_airflow.store.run_store import open_store
 
 NAME = "g1-step-00000300-a2"
 SECRET = b"of another user"

@@ -10,9 +10,9 @@ from fakes.policies import bring, forgotten
 from envscaler_airflow.cli import main
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
-from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import DecisionLog
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import check_store, open_store
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 SPOT = Path(__file__).parents[2] / "data" / "spot"

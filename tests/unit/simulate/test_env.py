@@ -18,8 +18,8 @@ from envscaler_airflow.simulate.elastic import Config, ElasticJob, Model, Step, 
 from envscaler_airflow.simulate.env import ElasticEnv, SpotEnv
 from envscaler_airflow.simulate.reports import replay_run
 from envscaler_airflow.simulate.spot import simulate_spot
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 
 JOB = SpotJob(40, 600.0, 4 * 3600.0, 720.0, 3.0, 1.0)
 ZONES = {"z": [1, 1, 1, 0, 0, 1, 1, 0] * 5}

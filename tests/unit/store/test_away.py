@@ -7,10 +7,10 @@ import pytest
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import StopRequested, read_body
-from envscaler_airflow.store.base import open_store
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.logs import MAX_CHUNK_BYTES, read_logs
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import open_store
 
 BODY = {"generation": 1, "spec_hash": "A"}
 

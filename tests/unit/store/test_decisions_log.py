@@ -11,9 +11,9 @@ import pytest
 
 from envscaler_airflow.planning import Allocation
 from envscaler_airflow.scaling import Check, Decision, Observation, Policy
-from envscaler_airflow.store.base import check_store, open_store
 from envscaler_airflow.store.decisions import CHUNK_S, DecisionLog, read_decisions
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import check_store, open_store
 from envscaler_airflow.testing import ManualClock
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 

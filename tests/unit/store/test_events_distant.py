@@ -8,8 +8,8 @@ from envscaler_airflow.errors import StoreError
 from envscaler_airflow.run import MAX_EVENT_BYTES, Actor
 from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store import EventLog, open_store
-from envscaler_airflow.store.base import StoreView
 from envscaler_airflow.store.events import event_name
+from envscaler_airflow.store.run_store import StoreView
 
 ACTOR = Actor("ti-1", 1, 3)
 

@@ -11,12 +11,12 @@ from envscaler_airflow.backends.kubernetes.cluster_offers import (
     requested,
     shortfall,
 )
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.job_changes import (
     is_removable,
     rescale_patch,
 )
 from envscaler_airflow.backends.kubernetes.job_manifest import render_attempt
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.planning.offers import Allocation, AllocationPart, Offer
 

@@ -6,11 +6,11 @@ import pytest
 
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.failures import Seen, timestamp
 from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.job_changes import patch_of, state_of
 from envscaler_airflow.backends.kubernetes.job_usage import intervals
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.catalog.nodes import quantity
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.run.cost import UsageInterval

@@ -13,6 +13,7 @@ from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 
 from envscaler_airflow.backends.kubernetes import names
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.job_manifest import (
     escaped,
     merge_pod,
@@ -20,7 +21,6 @@ from envscaler_airflow.backends.kubernetes.job_manifest import (
     secret_object,
 )
 from envscaler_airflow.backends.kubernetes.mounts import mounts_of
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer
 

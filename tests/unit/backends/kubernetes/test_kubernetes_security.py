@@ -9,8 +9,8 @@ import pytest
 from envscaler_agent.spool import Spool
 from envscaler_airflow.backends.base import StoreLogin
 from envscaler_airflow.backends.kubernetes import pod_sidecar
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.job_manifest import render_attempt
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.sidecar.context import load_store_keys

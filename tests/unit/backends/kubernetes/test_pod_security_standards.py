@@ -11,8 +11,8 @@ from fakes.kubernetes.podsecurity import violations
 from unit.backends.kubernetes.test_kubernetes_security import OFFER
 
 from envscaler_airflow.backends.base import StoreLogin
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.job_manifest import render_attempt
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from envscaler_airflow.backends.local import backend as module
 from envscaler_airflow.backends.local import files
-from envscaler_airflow.backends.local.backend import LocalBackend
+from envscaler_airflow.backends.local import local_backend as module
 from envscaler_airflow.backends.local.cgroups import CgroupScope
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.run import Handle
 from envscaler_airflow.sidecar.context import AWAY_S

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from envscaler_airflow.backends.local import LocalBackend, files
+from envscaler_airflow.backends.local import files
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.backends.local.machine import Identity, Machine
 from envscaler_airflow.backends.local.processes import ProcessId
 from envscaler_airflow.errors import BackendError

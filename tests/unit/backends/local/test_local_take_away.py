@@ -3,7 +3,7 @@
 import signal
 from types import SimpleNamespace
 
-from envscaler_airflow.backends.local.backend import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 
 
 class Process:

@@ -3,7 +3,7 @@
 import attempts
 import pytest
 
-from envscaler_airflow.backends.local import LocalBackend
+from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.backends.local.machine import Machine
 from envscaler_airflow.backends.local.volumes import host_source, volume_faults
 from envscaler_airflow.envspec.models import Volume

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from envscaler_agent.protocol import Progress, Status, Transfer
 from envscaler_airflow.cli.follow import Voice, progress_line
-from envscaler_airflow.cli.foreground import Foreground, Signalled, exit_code, own_and_tell, signals
+from envscaler_airflow.cli.shell_owner import Foreground, Signalled, exit_code, own_and_tell, signals
 from envscaler_airflow.errors import BudgetError, NoOfferError, RunFailedError, StoreError
 from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Stage, Waiting, Watching

@@ -23,18 +23,18 @@ from envscaler_airflow.cli.common import (
 )
 from envscaler_airflow.cli.environment import find_lock, local_environment, run_docker
 from envscaler_airflow.cli.follow import Voice
-from envscaler_airflow.cli.foreground import Foreground, own_and_tell, shell_actor
+from envscaler_airflow.cli.shell_owner import Foreground, own_and_tell, shell_actor
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, refuse_own_secrets, spec_options
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.images.locks import LOCK
 from envscaler_airflow.images.needs import lacking_code
 from envscaler_airflow.owner.stage import Stage
-from envscaler_airflow.store.base import Store, check_store
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.manifests import newest_manifest
 from envscaler_airflow.store.outputs import open_folder
 from envscaler_airflow.store.run import Run
+from envscaler_airflow.store.run_store import Store, check_store
 
 _OF_OWNED = ("strategy", "value_of_hour", "budget_usd", "restore_from", "install_system")
 """Options without effect in a container, which is started and has no owner."""

@@ -18,6 +18,7 @@ from envscaler_airflow.backends.base import (
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Answer, Cluster, Json, RefusedError, connect, located
 from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers, free_nodes, shortfall
+from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.handles import (
     Part,
     attempts_of,
@@ -70,7 +71,6 @@ from envscaler_airflow.backends.kubernetes.job_usage import came_late, usage_of
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S, any_node
 from envscaler_airflow.backends.kubernetes.security import OF_STORE
-from envscaler_airflow.backends.kubernetes.settings import Settings
 from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.images.targets import with_image
