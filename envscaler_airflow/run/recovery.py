@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from envscaler_airflow.backoff import wait_s
+from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run.actions import Action, Facts
 from envscaler_airflow.run.outcomes import outcome_of
@@ -27,8 +28,8 @@ def after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     memory = _raised_memory(facts) if is_full else still_fits(last, target)
     if is_full and memory is None:
         return Action("fail", reason=_at_cap(facts), failure=last.outcome)
-    if recovery == "resume-if-funded" and not _has_money_left(state, facts):
-        return Action("fail", reason=_words(last, "at the machine's own deadline"), failure=last.outcome)
+    if recovery == "resume-if-funded" and (action := _at_own_deadline(state, last, facts)) is not None:
+        return action
     failure = _hopeless(counted, facts)
     if failure is not None:
         return failure
@@ -53,15 +54,36 @@ def still_fits(last: AttemptState, target: Allocation | None) -> int | None:
     return memory if least * 2**30 >= memory else None
 
 
-def _has_money_left(state: RunState, facts: Facts) -> bool:
-    """Return True if the machine's own deadline, counted from its start, came before the money was spent.
+def budget_words(facts: Facts) -> str:
+    """Return how much of the budget is spent, and what it still has to pay."""
+    words = f"{_usd(facts.spent_usd)} of the budget of {_usd(facts.budget_usd)} are spent"
+    return f"{words}, saving and ending costs up to {_usd(facts.reserve_usd)}" if facts.reserve_usd else words
 
-    That happens if the attempt waited unbilled, or had fewer nodes for a while. False for a stage with a
-    deadline, which may also have ended it.
+
+def _usd(amount: float | None) -> str:
+    """Return ``$1.67``, ``$0.0042``; an unknown amount is shown as zero."""
+    return usd_text(amount or 0.0)
+
+
+def _at_own_deadline(state: RunState, last: AttemptState, facts: Facts) -> Action | None:
+    """Return the failure of a run whose machine ended at its own deadline; None if an attempt may follow.
+
+    That deadline is the earliest of three: of the money left, of twice the stage's deadline, of 30 days. One
+    of the money may come too early: the attempt waited unbilled, or had fewer nodes for a while.
     """
-    if facts.budget_usd is None or facts.spent_usd is None or state.begun.deadline_s is not None:
+    late = Action("fail", reason=_words(last, "at the machine's own deadline"), failure=last.outcome)
+    if facts.budget_usd is None or facts.spent_usd is None:
+        return late
+    if facts.budget_usd - facts.spent_usd < WORTH_A_START * facts.budget_usd:
+        return Action("fail", reason=f"{budget_words(facts)}: {last.outcome}", failure="budget")
+    return late if _is_past_twice_its_deadline(state, last) else None
+
+
+def _is_past_twice_its_deadline(state: RunState, last: AttemptState) -> bool:
+    deadline_s = state.begun.deadline_s or 0.0  # one that had passed at the start limits no machine
+    if deadline_s <= 0 or state.begun_at is None or last.ended_at is None:
         return False
-    return facts.budget_usd - facts.spent_usd >= WORTH_A_START * facts.budget_usd
+    return last.ended_at - state.begun_at >= 2 * deadline_s
 
 
 def _next_allocation(last: AttemptState) -> Allocation | None:

@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.run.actions import Action, Facts
 from envscaler_airflow.run.event_bodies import Actor, MoveRequested, StopRequested
 from envscaler_airflow.run.outcomes import NodeStatus, Recovery, end_of, outcome_of
-from envscaler_airflow.run.recovery import after_failure, still_fits
+from envscaler_airflow.run.recovery import after_failure, budget_words, still_fits
 from envscaler_airflow.run.state import AttemptState, Request, RunState, is_cleared
 
 EntryKind = Literal["begin", "adopt", "deliver", "superseded"]
@@ -224,7 +223,7 @@ def _must_go(state: RunState, live: AttemptState, facts: Facts) -> Action | None
     if live.spec_hash != state.spec_hash:
         return Action("stop", stop_reason="spec-changed", reason="it goes on with a changed spec")
     if _is_over_budget(facts):
-        return Action("stop", stop_reason="budget", reason=_budget_words(facts))
+        return Action("stop", stop_reason="budget", reason=budget_words(facts))
     return None
 
 
@@ -260,16 +259,6 @@ def _is_over_budget(facts: Facts) -> bool:
     return facts.spent_usd + facts.reserve_usd >= facts.budget_usd
 
 
-def _budget_words(facts: Facts) -> str:
-    words = f"{_usd(facts.spent_usd)} of the budget of {_usd(facts.budget_usd)} are spent"
-    return f"{words}, saving and ending costs up to {_usd(facts.reserve_usd)}" if facts.reserve_usd else words
-
-
-def _usd(amount: float | None) -> str:
-    """Return ``$1.67``, ``$0.0042``; an unknown amount is shown as zero."""
-    return usd_text(amount or 0.0)
-
-
 def _first(pending: Iterable[Request], kind: type[MoveRequested | StopRequested]) -> Request | None:
     return next((item for item in pending if isinstance(item.body, kind)), None)
 
@@ -284,7 +273,7 @@ def _between_attempts(state: RunState, facts: Facts) -> Action:
     if stop is not None:
         return _final(_why(stop), _reason(stop))
     if _is_over_budget(facts):
-        return Action("fail", reason=_budget_words(facts), failure="budget")
+        return Action("fail", reason=budget_words(facts), failure="budget")
     if last is None:
         return _after_earlier(state) or Action("start", reason="first attempt of the generation")
     return _after_stop(state, last) or after_failure(state, last, facts)

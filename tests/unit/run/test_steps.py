@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes.run_events import (
     CLEARED,
@@ -256,24 +258,31 @@ class TestHopeless:
         assert (got.kind, got.reason) == ("fail", "deadline-exceeded at the machine's own deadline")
 
     @pytest.mark.parametrize(
-        ("spent_usd", "deadline_s", "kind"),
+        ("spent_usd", "deadline_s", "kind", "failure"),
         [
-            (5.0, None, "start"),
-            (9.0, None, "start"),
-            (9.1, None, "fail"),
-            (None, None, "fail"),
-            (5.0, 60.0, "fail"),
+            (5.0, None, "start", ""),
+            (9.0, None, "start", ""),
+            (9.1, None, "fail", "budget"),
+            (None, None, "fail", "deadline-exceeded"),
+            (9.1, 60.0, "fail", "budget"),
+            (5.0, 51.0, "start", ""),  # it ended at 101 s
+            (5.0, 50.0, "fail", "deadline-exceeded"),
+            (5.0, 0.0, "start", ""),
+            (5.0, -60.0, "start", ""),
         ],
     )
-    def test_a_machine_whose_deadline_came_before_its_money_was_spent_is_replaced(
-        self, spent_usd, deadline_s, kind
+    def test_a_machine_ends_at_the_deadline_of_its_money_or_of_the_stage(
+        self, spent_usd, deadline_s, kind, failure
     ):
-        """It waited unbilled, or had fewer nodes for a while: a budget of $10 is not spent (A6)."""
+        """$10, and twice the stage's deadline; it may have waited unbilled, so that money is left (A6)."""
         start = ("generation", {"generation": 1, "spec_hash": "A", "deadline_s": deadline_s})
-        ended_late = life("deadline-exceeded", step=9, start_step=0, checkpoint_step=9)
+        state = run(start, *life("deadline-exceeded", step=9, start_step=0, checkpoint_step=9))
+        state = replace(state, begun_at=0.0, attempts=(replace(state.attempts[0], ended_at=101.0),))
         facts = Facts(budget_usd=10.0, spent_usd=spent_usd, backoff_is_over=True)
 
-        assert next_action(run(start, *ended_late), facts).kind == kind
+        got = next_action(state, facts)
+
+        assert (got.kind, got.failure) == (kind, failure)
 
     def test_the_same_user_error_at_the_same_step_fails_the_second_time(self):
         """Once may be chance; twice at step 70 is the code."""
