@@ -33,8 +33,8 @@ RECOVERIES: Mapping[Recovery, str] = {
     "replace": "the owner has the node replaced or ended; if that ends the attempt, the next one resumes",
     "more-memory": "the next attempt gets `failure.oom_memory_factor` times the memory, up to "
     "`failure.oom_memory_cap`; at the cap the run fails",
-    "resume-if-funded": "the run fails, with class `budget` where less than a tenth of the budget is left; where "
-    "more is left, and the stage has not taken twice its deadline, the next attempt resumes",
+    "resume-if-funded": "the run fails, with class `budget` where less than a tenth of the budget is left; "
+    "where more is left, and the stage has not taken twice its deadline, the next attempt resumes",
     "fail-if-repeated": "the run fails, before the first step at once, else at the second time at one step",
     "next-offer": "the next attempt tries another offer",
     "fail": "the run fails; only a clear of the task, or a start by name in a shell, begins an attempt",
