@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +19,9 @@ from envscaler_airflow.store.run import Run
 
 SOON_S = 60.0
 """A shorter attempt may be billed zero seconds, since billed times are in full seconds. Chosen."""
+AT_ONCE_S = 2.0
+"""Longest time from a node's claim to its reported end that may be billed zero seconds. Chosen: less than one
+second, by a store whose dates are in full seconds."""
 
 
 def observe(
@@ -86,14 +89,30 @@ def billed(usage: Iterable[UsageInterval] | None) -> tuple[Billed, ...] | None:
     return None if usage is None else tuple((item.node, item.start, item.end) for item in usage)
 
 
-def is_missing(usage: tuple[UsageInterval, ...] | None, attempt: AttemptState, *, now: float) -> bool:
+def is_missing(
+    usage: tuple[UsageInterval, ...] | None, run: Run, attempt: AttemptState, *, now: float
+) -> bool:
     """Return True if the times of an ended attempt that ran were deleted with its machines.
 
     The backend then knows only when they were created. No billed time at all, for an attempt that the owner
-    saw start long ago, means unknown, not free.
+    saw start long ago, means unknown, not free; unless each node reported its end as it began.
+
+    Raises:
+        StoreError: The store cannot be read.
     """
     is_none = bool(usage) and all(item.end is not None and item.end <= item.start for item in usage or ())
-    return is_none and attempt.started_at is not None and now - attempt.started_at > SOON_S
+    is_old = attempt.started_at is not None and now - attempt.started_at > SOON_S
+    return is_none and is_old and not _ended_at_once(run, attempt)
+
+
+def _ended_at_once(run: Run, attempt: AttemptState) -> bool:
+    """Return True if the one pod of each node reported its end within moments, by the store's dates."""
+    seen = {node: (claim, end - start) for node, claim, start, end in _reported(run, attempt)}
+    if seen.keys() != set(range(attempt.allocation.nodes)):
+        return False
+    statuses = {node: run.status_of_claim(attempt.key, 1, node) for node in seen}
+    have_ended = all(one is not None and one.ended is not None for one in statuses.values())
+    return have_ended and all(claim == 1 and lasted <= AT_ONCE_S for claim, lasted in seen.values())
 
 
 def least_usage(run: Run, attempt: AttemptState) -> tuple[UsageInterval, ...] | None:
@@ -102,15 +121,18 @@ def least_usage(run: Run, attempt: AttemptState) -> tuple[UsageInterval, ...] | 
     Raises:
         StoreError: The store cannot be read.
     """
-    found = []
+    return tuple(UsageInterval(node, start, end) for node, _, start, end in _reported(run, attempt)) or None
+
+
+def _reported(run: Run, attempt: AttemptState) -> Iterator[tuple[int, int, float, float]]:
+    """Yield node, number and time of each claim, and the time of its last status."""
     for node in range(max(attempt.allocation.nodes, *(one.allocation.nodes for one in attempt.earlier), 0)):
         claim = 1
         while claimed := run.read_dated(claim_name(*attempt.key, node, claim), max_bytes=MAX_JSON_BYTES):
             reported = run.read_dated(status_name(*attempt.key, node, claim), max_bytes=MAX_JSON_BYTES)
             if claimed[1] is not None and reported is not None and reported[1] is not None:
-                found.append(UsageInterval(node, claimed[1], max(claimed[1], reported[1])))
+                yield node, claim, claimed[1], max(claimed[1], reported[1])
             claim += 1
-    return tuple(found) or None
 
 
 def usd_of(attempt: AttemptState, intervals: Iterable[UsageInterval] | None, *, now: float) -> float | None:

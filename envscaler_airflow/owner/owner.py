@@ -406,7 +406,7 @@ class Releaser:
         if attempt.end.usage is not None and not facts.may_be_held(attempt):
             return released
         usage, now = facts.final_usage(self._owned.backend, attempt), self._owned.run.now()
-        if facts.is_missing(usage, attempt, now=now):
+        if facts.is_missing(usage, self._owned.run, attempt, now=now):
             return released
         usd = facts.usd_of(attempt, usage, now=now)
         return replace(released, usage=facts.billed(usage), usd=usd)
@@ -433,7 +433,7 @@ def _end(owned: OwnedRun, state: RunState, action: Action) -> RunState:
     ended = bodies.AttemptEnded(generation=live.generation, attempt=live.number, **reported)
     usage = facts.usage_of(owned.backend, live)
     has_run = len(end.missing_nodes or ()) < live.allocation.nodes
-    if has_run and facts.is_missing(usage, live, now=owned.run.now()):
+    if has_run and facts.is_missing(usage, owned.run, live, now=owned.run.now()):
         usage = facts.least_usage(owned.run, live)
         ended = replace(ended, usage_is_lower_bound=None if usage is None else True)
     if end.outcome == "not-started":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from envscaler_agent.protocol import Ended
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.report import run_bill, run_report
 from envscaler_airflow.owner.stage import Wake
@@ -119,6 +120,53 @@ def test_what_was_deleted_with_its_times_is_not_free(world):
     assert (attempt.outcome, attempt.end.usd, attempt.end.usage) == ("lost", None, None)
     price = attempt.allocation.usd_per_hour
     assert facts.spent_usd(world.state, world.backend, now=world.clock.time()) == pytest.approx(10 * price)
+
+
+@pytest.mark.parametrize(
+    ("lasted_s", "claims", "is_free"), [(0.9, 1, True), (2.0, 1, True), (2.1, 1, False), (0.9, 2, False)]
+)
+def test_what_ran_for_less_than_a_second_is_billed_as_the_provider_says(world, lasted_s, claims, is_free):
+    """Its owner sees it an hour later: the node reported its end at once, so nothing was deleted (D5)."""
+    owner = world.owner()
+    owner.enter()
+    world.say(ended=Ended(exit_code=1, reason="failed"))
+    said = world.store.read(f"{KEY.prefix}/status/g1-a1-n0-c1.json")
+    folder = Path(world.store.url.removeprefix("file://")) / KEY.prefix
+    for number in range(1, claims + 1):
+        for name, at in (
+            (f"claims/g1-a1-n0-{number:06d}.json", 0),
+            (f"status/g1-a1-n0-c{number}.json", lasted_s),
+        ):
+            world.store.write(f"{KEY.prefix}/{name}", said)
+            os.utime(folder / name, (1e6 + at, 1e6 + at))
+    world.backend.end(world.handle, exit_code=1, reason="failed")
+    made = world.clock.time()
+    world.backend.usage = lambda _handle: (UsageInterval(0, made, made),)
+    world.clock.advance(HOUR)
+
+    owner.resume(Wake("status"))
+
+    [attempt] = world.state.attempts
+    assert (attempt.end.usd == 0, attempt.end.usage_is_lower_bound) == (is_free, None if is_free else True)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_that_reported_no_end_proves_nothing(world, nodes):
+    """Its only status came with its claim, and it may have run for hours after that (D5)."""
+    owner = world.owner()
+    owner.enter()
+    world.say()
+    folder = Path(world.store.url.removeprefix("file://")) / KEY.prefix
+    world.store.write(f"{KEY.prefix}/claims/g1-a1-n0-000001.json", b"{}")
+    for name in ("claims/g1-a1-n0-000001.json", "status/g1-a1-n0-c1.json"):
+        os.utime(folder / name, (1e6, 1e6))
+    live = replace(world.state.live, allocation=Allocation(OFFER, nodes))
+    made = world.clock.time()
+    world.clock.advance(HOUR)
+
+    none = (UsageInterval(0, made, made),)
+
+    assert facts.is_missing(none, owner.owned.run, live, now=world.clock.time())
 
 
 def test_what_was_deleted_with_its_times_is_billed_by_its_statuses(world):
