@@ -132,7 +132,7 @@ class _Cancel:
         acted = False
         if owner is not None and state.live is not None:
             backend = backend_of(self.run, state)
-            acted = kill_quietly(self.run, backend, ti_id=owner.ti_id, reason=REASON)
+            acted = kill_quietly(self.run, backend, ti_id=owner.ti_id, reason=REASON, person=user_name())
         if acted:
             self.say("asked what still runs to save and stop; the next try of its task records the end")
             return "asked"

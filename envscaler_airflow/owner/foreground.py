@@ -234,7 +234,7 @@ def _asked(run: Run, ti_id: str, try_number: int | None) -> Actor | None:
             return owner
         if any(isinstance(request.body, StopRequested) for request in state.pending):
             return owner
-        stop = StopRequested(reason="its task is over", by=f"ti {ti_id}")
+        stop = StopRequested(reason="its task is over", by=f"ti {ti_id}", ti_id=ti_id)
         if run.events.append(state.number, stop, actor=None) is not None:
             return owner
 

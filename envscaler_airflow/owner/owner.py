@@ -120,7 +120,20 @@ class Owner:
         state = fold(self.owned.run.events.read(after=state.number), state)  # packing a workdir takes time
         while not self.owned.is_ours(state):
             state = self._entry(state, frozen)
+            self._log_kept_stop(state)
         return state
+
+    def _log_kept_stop(self, state: RunState) -> None:
+        if state.cleared_number != state.number:
+            return
+        for stop in (
+            one for one in state.pending if one.is_of_person and one.number > state.overridden_number
+        ):
+            log.warning(
+                "%s: requested before this try began, and perhaps after the clear, so the run stops; "
+                "one more clear overrides that",
+                stop.body.reason or "a stop",
+            )
 
     def check_newest(self) -> None:
         """Raise if a newer try owns the run; callers check this before they write anything.
@@ -206,7 +219,10 @@ class Owner:
             return
         if not any(item.is_timeout for item in state.pending):
             stop_now = bodies.StopRequested(
-                reason=reason, by=f"ti {self.owned.actor.ti_id}", stop_reason="timeout"
+                reason=reason,
+                by=f"ti {self.owned.actor.ti_id}",
+                ti_id=self.owned.actor.ti_id,
+                stop_reason="timeout",
             )
             self.owned.run.events.append_request(stop_now, actor=None)
         self.owned.check_owner(state := self.owned.run.events.load())

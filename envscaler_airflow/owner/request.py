@@ -82,18 +82,26 @@ def _shortened(because: Mapping[str, Any], target: Allocation) -> Mapping[str, A
 
 
 def kill_quietly(
-    run: Run, backend: Backend, *, ti_id: str, reason: str, try_number: int | None = None
+    run: Run,
+    backend: Backend,
+    *,
+    ti_id: str,
+    reason: str,
+    try_number: int | None = None,
+    person: str | None = None,
 ) -> bool:
     """Handle a user's kill of a deferred task: ask the attempt to save and stop, wait for nothing.
 
-    Between two attempts only the request is written, and no further attempt starts.
+    *person* cancels the run; None if the task itself is over. Between two attempts only the request is written, and no further attempt starts.
     Acts only while the run's last owner is the try (*ti_id*, *try_number*), if the number is known: on a
     clear, the kill of the old try comes after the new one has begun. Returns whether it acted.
 
     Raises:
         StoreError: The store cannot be read or written; the lease ends the attempt then.
     """
-    stop = StopRequested(reason=reason, by=f"ti {ti_id}")
+    stop = StopRequested(reason=reason, by=f"ti {ti_id}", ti_id=ti_id)
+    if person is not None:
+        stop = StopRequested(reason=reason, by=person)
     while True:
         state = run.events.load()
         live = state.live

@@ -221,11 +221,15 @@ class MoveRequested(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Record):
-    """A user or the trigger requests a stop; *stop_reason*: ``timeout`` if the task's time is over."""
+    """A user or the trigger requests a stop; *stop_reason*: ``timeout`` if the task's time is over.
+
+    *ti_id* is the task instance whose end requests it; None if a person does.
+    """
 
     type: Literal["stop-requested"] = "stop-requested"
     reason: str = ""
     by: str = ""
+    ti_id: str | None = None
     stop_reason: str | None = None
     fault: str | None = None
 

@@ -155,6 +155,11 @@ class Request(Record):
         """Return True for a stop that is requested because the task's time is over."""
         return isinstance(self.body, bodies.StopRequested) and self.body.stop_reason == "timeout"
 
+    @property
+    def is_of_person(self) -> bool:
+        """Return True for a stop that a person requests, and not the end of a try."""
+        return isinstance(self.body, bodies.StopRequested) and self.body.ti_id is None
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal(Record):
@@ -187,8 +192,10 @@ class RunState(Record):
         begun: Its ``generation`` event; without terms before the first.
         begun_by: Actor that began it.
         owner: Actor that may act.
+        owner_number: Number of the event by which it became the owner.
         cleared_number: Number of the event by which the task was last cleared, or the generation began.
-            Failures count from there on, and an earlier stop is overridden.
+            Failures count from there on.
+        overridden_number: Stops requested up to this event are overridden by that clear.
         spec_hash: Of the current spec.
         attempts: All attempts of all generations, in order.
         pending: Requests without an answer, in order.
@@ -211,7 +218,9 @@ class RunState(Record):
     begun_by: Actor | None = None
     begun_at: float | None = None
     owner: Actor | None = None
+    owner_number: int = 0
     cleared_number: int = 0
+    overridden_number: int = 0
     spec_hash: str = ""
     attempts: tuple[AttemptState, ...] = ()
     pending: tuple[Request, ...] = ()
@@ -311,7 +320,7 @@ def _after_attempt(  # noqa: C901 - one case for each event
             now = _change(
                 state, body, phase="ended", ended=body, ended_at=event.at, ended_number=event.number
             )
-            return replace(now, pending=_without_old_stops(now.pending, now.cleared_number))
+            return replace(now, pending=_without_old_stops(now.pending, now.overridden_number))
         case bodies.ReleaseFailed():
             return _of_ended(state, body, unreleased=body.detail or "not released")
         case bodies.AttemptReleased():
@@ -319,6 +328,7 @@ def _after_attempt(  # noqa: C901 - one case for each event
 
 
 def _new_generation(state: RunState, event: Event, body: bodies.NewGeneration) -> RunState:
+    kept = _undated_stops(state, event.actor)
     return replace(
         state,
         status="active",
@@ -327,12 +337,14 @@ def _new_generation(state: RunState, event: Event, body: bodies.NewGeneration) -
         begun_by=event.actor,
         begun_at=event.at,
         owner=event.actor,
+        owner_number=event.number,
         cleared_number=event.number,
+        overridden_number=kept[0].number - 1 if kept else event.number,
         spec_hash=body.spec_hash,
         outputs={},
         delivered=(),
         accepted=False,
-        pending=(),
+        pending=kept,
         reason="",
         failure="",
         unknown=state.unknown if state.live else (),
@@ -346,18 +358,40 @@ def is_cleared(state: RunState, actor: Actor | None) -> bool:
 
 def _new_owner(state: RunState, event: Event, body: bodies.NewOwner) -> RunState:
     """Make another try the owner. A clear resumes a run that had failed or was stopped; a retry does not."""
-    now = replace(state, owner=event.actor, spec_hash=body.spec_hash or state.spec_hash)
+    now = replace(
+        state,
+        owner=event.actor,
+        owner_number=event.number,
+        spec_hash=body.spec_hash or state.spec_hash,
+    )
     if not is_cleared(state, event.actor):
         return now
-    pending = state.pending if state.live else _without_old_stops(state.pending, event.number)
-    now = replace(now, cleared_number=event.number, pending=pending)
+    kept = _undated_stops(state, event.actor)
+    overridden = kept[0].number - 1 if kept else event.number
+    pending = state.pending if state.live else _without_old_stops(state.pending, overridden)
+    now = replace(now, cleared_number=event.number, overridden_number=overridden, pending=pending)
     return now if state.status == "succeeded" else replace(now, status="active", reason="", failure="")
 
 
-def _without_old_stops(pending: tuple[Request, ...], cleared_number: int) -> tuple[Request, ...]:
-    """Drop stops requested before a clear: they stop the attempt of that time, not the run."""
+def _undated_stops(state: RunState, actor: Actor | None) -> tuple[Request, ...]:
+    """Return the stops that a person may have requested after the clear by which *actor* becomes the owner.
+
+    Airflow does not report when a task was cleared, only the events have an order. A stop that no owner has
+    answered counts, which costs one more clear at most. One that a try before *actor* has read, or that the
+    end of a try requested, came before the clear; a start from a shell is itself the clear.
+    """
+    owner = state.owner
+    if state.status != "active" or owner is None or actor is None or actor.is_shell:
+        return ()
+    if owner.life != actor.life:  # the DAG run was deleted and recreated: it was for the earlier one
+        return ()
+    return tuple(one for one in state.pending if one.is_of_person and one.number > state.owner_number)
+
+
+def _without_old_stops(pending: tuple[Request, ...], overridden: int) -> tuple[Request, ...]:
+    """Drop stops that a clear overrides: they stop the attempt of that time, not the run."""
     return tuple(
-        one for one in pending if isinstance(one.body, bodies.MoveRequested) or one.number > cleared_number
+        one for one in pending if isinstance(one.body, bodies.MoveRequested) or one.number > overridden
     )
 
 

@@ -286,7 +286,7 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
     """
     if outcome_of(last.stop_reason).is_final:
         requested_at = last.stop_number if last.stop_request is None else last.stop_request
-        if state.cleared_number > requested_at:
+        if requested_at <= state.overridden_number:
             return Action("start", reason=f"taken up again after a stop ({last.stop_reason})")
         return _final(last.stop_reason, last.stop_detail or "requested to stop")
     if last.stop_reason == "move" and last.target is not None:
@@ -299,7 +299,7 @@ def _after_stop(state: RunState, last: AttemptState) -> Action | None:
 def _after_earlier(state: RunState) -> Action | None:
     """Return the end of a generation that was stopped while an attempt of an earlier one still ran."""
     last = state.attempts[-1] if state.attempts else None
-    if last is None or last.stop_request is None or last.stop_request < state.cleared_number:
+    if last is None or last.stop_request is None or last.stop_request <= state.overridden_number:
         return None
     return _final(last.stop_reason, last.stop_detail) if outcome_of(last.stop_reason).is_final else None
 

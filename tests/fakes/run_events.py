@@ -66,9 +66,9 @@ def owner(actor):
     return ("owner", {"reason": "r"}, actor)
 
 
-def requested(why="stop"):
-    """A user requests a stop."""
-    return ("stop-requested", {"reason": "enough", "by": "me", "stop_reason": why}, None)
+def requested(why="stop", **more):
+    """A user requests a stop, or with *ti_id* the end of a try."""
+    return ("stop-requested", {"reason": "enough", "by": "me", "stop_reason": why, **more}, None)
 
 
 def stopping(why, attempt=1, **more):

@@ -321,6 +321,21 @@ def test_a_superseded_slice_touches_nothing(world):
     assert world.state.number == before
 
 
+def test_a_cancel_between_a_clear_and_the_cleared_try_stops_that_try(world, caplog):
+    """The new try starts nothing and says what to do; the second clear goes on (A3)."""
+    world.owner().enter()
+    world.leave()
+    request_stop(Run(world.store, world.prefix), reason="cancelled", by="me")
+
+    with pytest.raises(StoppedError, match="cancelled; clear the task"):
+        world.owner(max_tries=5).enter()
+
+    assert "one more clear overrides that" in caplog.text
+    assert len(world.state.attempts) == 1
+    world.owner(max_tries=7).enter()
+    assert len(world.state.attempts) == 2
+
+
 def test_a_request_that_comes_between_does_not_cost_the_ownership(world):
     """A cancel is recorded between the read and the takeover: the try still takes over."""
     world.owner().enter()

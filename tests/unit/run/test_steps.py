@@ -175,7 +175,7 @@ class TestNext:
 
     def test_a_stop_from_before_a_clear_stops_its_attempt_only(self):
         """Cleared while deferred: the old try's kill stops the attempt; the new try starts the next one."""
-        ask = ("stop-requested", {"reason": "killed", "by": "ti-1"})
+        ask = ("stop-requested", {"reason": "killed", "by": "ti ti-1", "ti_id": "ti-1"})
         take = ("owner", {}, CLEARED)
         stopping = {"generation": 1, "attempt": 1, "stop_reason": "stop", "request": 4}
         before = run(begun(), intended(), started(), ask, take)

@@ -6,6 +6,7 @@ import pytest
 from fakes.run_events import (
     CLEARED,
     FIRST,
+    RECREATED,
     RETRY,
     begun,
     ended,
@@ -89,9 +90,55 @@ def test_a_clear_overrides_a_stop(why, cleared):
     assert (got.kind, got.reason) == ("start", f"taken up again after a stop ({why})")
 
 
-def test_a_clear_overrides_a_stop_that_nothing_was_asked_for():
-    """Cancelled before the first attempt, then cleared (A3)."""
-    assert after(begun(), requested(), owner(CLEARED)).kind == "start"
+FRESH = ("generation", {"generation": 2, "spec_hash": "A", "reason": "restart='fresh'"}, CLEARED)
+
+
+@pytest.mark.parametrize("taken", [owner(CLEARED), FRESH], ids=["resume", "fresh"])
+@pytest.mark.parametrize(
+    "before", [[begun()], [begun(), *life("lost", step=3)], list(RUNNING)], ids=["first", "between", "live"]
+)
+def test_a_cancel_that_no_owner_has_answered_stops_the_cleared_try(before, taken):
+    """It may have come after the clear, which Airflow does not date; one more clear overrides it (A3)."""
+    once_more = Actor("ti-4", 4, 7, life="one")
+    events = [*before, requested(), taken]
+    number = len(before) + 1
+    if before == list(RUNNING):
+        got = next_action(run(*events), Facts(observed=Observed((NodeStatus(0, "running"),))))
+        assert (got.kind, got.request.number) == ("stop", number)
+        events += [stopping("stop", request=number), ended("drained", step=3)]
+
+    assert after(*events).kind == "halt"
+    assert after(*events, ("stopped", {"generation": 1}), owner(once_more)).kind == "start"
+
+
+@pytest.mark.parametrize(
+    ("request_", "between", "actor"),
+    [
+        (requested(ti_id="ti-1"), [], CLEARED),  # marked failed, then cleared
+        (requested(), [owner(RETRY)], CLEARED),  # a try before the cleared one has read it
+        (requested(), [("failed", {"generation": 1})], CLEARED),  # the run ended first
+        (requested(), [], Actor("ti-3", 3, 5, life="shell")),
+    ],
+    ids=["try", "read", "over", "shell"],
+)
+def test_a_clear_overrides_a_stop_that_came_before_it(request_, between, actor):
+    """Nothing was asked to stop for it; a start from a shell is itself the clear (A3)."""
+    by = FIRST if actor.life == "one" else Actor("ti-1", 1, 1, life="shell")
+
+    assert after(begun(actor=by), request_, *between, owner(actor)).kind == "start"
+
+
+def test_a_cancel_of_a_deleted_dag_run_stops_no_recreated_one():
+    """It was for the earlier one (A3)."""
+    assert after(begun(), requested(), begun(2, RECREATED)).kind == "start"
+
+
+def test_a_cancel_after_an_overridden_stop_counts():
+    """The end of the old try asked for a stop, then a person cancelled (A3)."""
+    events = [*RUNNING, requested(ti_id="ti-1"), requested(), owner(CLEARED)]
+
+    assert after(*events, stopping("stop", request=4), ended("drained", step=3)).kind == "halt"
+    assert run(*events).overridden_number == 4
 
 
 def test_a_stop_after_a_clear_is_final_again():
@@ -100,10 +147,11 @@ def test_a_stop_after_a_clear_is_final_again():
 
 
 def test_a_retry_after_a_clear_undoes_nothing():
-    """Cancelled, cleared, cancelled again, and the worker died (A3)."""
+    """Killed, cleared, cancelled, and the worker died (A3)."""
     retry = Actor("ti-4", 4, 5, life="one")
+    killed = requested(ti_id="ti-1")
 
-    assert after(begun(), requested(), owner(CLEARED), requested(), owner(retry)).kind == "halt"
+    assert after(begun(), killed, owner(CLEARED), requested(), owner(retry)).kind == "halt"
 
 
 def test_a_sibling_that_is_cleared_clears_nothing_here():
