@@ -92,9 +92,10 @@ def kill_quietly(
 ) -> bool:
     """Handle a user's kill of a deferred task: ask the attempt to save and stop, wait for nothing.
 
-    *person* cancels the run; None if the task itself is over. Between two attempts only the request is written, and no further attempt starts.
+    Between two attempts only the request is written, and no further attempt starts.
     Acts only while the run's last owner is the try (*ti_id*, *try_number*), if the number is known: on a
-    clear, the kill of the old try comes after the new one has begun. Returns whether it acted.
+    clear, the kill of the old try comes after the new one has begun. *person* is the one who cancels the
+    run; None if the task itself is over. Returns whether it acted.
 
     Raises:
         StoreError: The store cannot be read or written; the lease ends the attempt then.
