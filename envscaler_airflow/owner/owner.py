@@ -126,14 +126,13 @@ class Owner:
     def _log_kept_stop(self, state: RunState) -> None:
         if state.cleared_number != state.number:
             return
-        for stop in (
-            one for one in state.pending if one.is_of_person and one.number > state.overridden_number
-        ):
-            log.warning(
-                "%s: requested before this try began, and perhaps after the clear, so the run stops; "
-                "one more clear overrides that",
-                stop.body.reason or "a stop",
-            )
+        for one in state.pending:
+            if one.is_of_person and one.number > state.overridden_number:
+                log.warning(
+                    "%s: requested before this try began, and perhaps after the clear, so the run stops; "
+                    "one more clear overrides that",
+                    one.body.reason or "a stop",
+                )
 
     def check_newest(self) -> None:
         """Raise if a newer try owns the run; callers check this before they write anything.

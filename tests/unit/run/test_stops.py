@@ -122,7 +122,7 @@ def test_a_cancel_that_no_owner_has_answered_stops_the_cleared_try(before, taken
     ids=["try", "read", "over", "shell"],
 )
 def test_a_clear_overrides_a_stop_that_came_before_it(request_, between, actor):
-    """Nothing was asked to stop for it; a start from a shell is itself the clear (A3)."""
+    """No attempt had to stop for it; a start from a shell is itself the clear (A3)."""
     by = FIRST if actor.life == "one" else Actor("ti-1", 1, 1, life="shell")
 
     assert after(begun(actor=by), request_, *between, owner(actor)).kind == "start"
@@ -134,7 +134,7 @@ def test_a_cancel_of_a_deleted_dag_run_stops_no_recreated_one():
 
 
 def test_a_cancel_after_an_overridden_stop_counts():
-    """The end of the old try asked for a stop, then a person cancelled (A3)."""
+    """The end of the old try requested a stop, then a person cancelled (A3)."""
     events = [*RUNNING, requested(ti_id="ti-1"), requested(), owner(CLEARED)]
 
     assert after(*events, stopping("stop", request=4), ended("drained", step=3)).kind == "halt"
