@@ -19,27 +19,36 @@ from envscaler_airflow.cli.common import (
     store_option,
 )
 from envscaler_airflow.cli.follow import OutputReader, marked
+from envscaler_airflow.cli.plan import print_plan
 from envscaler_airflow.cli.shell_owner import OWNER, SILENT_S, owner_of, shown_status
 from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.images.locks import LOCK, container_image
 from envscaler_airflow.owner.report import run_bill, run_report
 from envscaler_airflow.planning.amounts import duration_text
+from envscaler_airflow.planning.planner import PlanInputs
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import explain as in_words
 from envscaler_airflow.store.decisions import read_decisions
-from envscaler_airflow.store.run import RUN, Run, run_prefixes
+from envscaler_airflow.store.run import PLAN, RUN, Run, run_prefixes
 from envscaler_airflow.store.run_store import Store
 
 
 @click.command()
 @click.argument("run")
 @click.option("--all", "is_all", is_flag=True, help="Show every check, not only changed decisions.")
+@click.option(
+    "--plan", "is_plan", is_flag=True, help="Show the plan of the last start, recomputed from its inputs."
+)
 @output_option
 @store_option
-def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
-    """Explain why the policy of RUN kept or moved it, with the numbers."""
-    found = list(read_decisions(followed(store, run)[0]))
+def explain(run: str, *, is_all: bool, is_plan: bool, as_json: bool, store: Store) -> None:
+    """Explain why the policy of RUN kept or moved it, with the numbers; or why it started where it did."""
+    one, _ = followed(store, run)
+    if is_plan:
+        _explain_plan(one, as_json=as_json)
+        return
+    found = list(read_decisions(one))
     if not found:
         why = "no scaling check is recorded: the stage has no ScalingSensor, or it has not looked yet"
         click.echo(why, err=as_json)
@@ -56,6 +65,26 @@ def explain(run: str, *, is_all: bool, as_json: bool, store: Store) -> None:
         items = list(group)
         times = sum(count for _, count in items)
         click.echo(in_words(items[-1][0]) + (f"\n  decided {times} times in a row" if times > 1 else ""))
+
+
+def _explain_plan(run: Run, *, as_json: bool) -> None:
+    """Print the plan of the last start, recomputed from the recorded inputs by the planner of this version.
+
+    Raises:
+        ProtocolError: No start was planned, or another version recorded its plan without inputs.
+    """
+    recorded = run.plan()
+    try:
+        made = PlanInputs.from_dict(recorded["inputs"]).plan()
+    except (KeyError, ValueError) as err:
+        raise ProtocolError(f"{run.uri(PLAN)}: has no inputs that this version reads ({err})") from err
+    if as_json:
+        click.echo(json.dumps(made.to_dict(), indent=1))  # unrounded, as plan.json has it
+        return
+    notes = list(made.notes)
+    if made.to_dict() != {name: recorded.get(name) for name in made.to_dict()}:
+        notes.append("the recorded plan differs: another version of envscaler-airflow made it")
+    print_plan(made, notes)
 
 
 POLL_S = 2.0

@@ -36,12 +36,12 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning import (
     Candidate,
     Goal,
+    Knowledge,
     Misfit,
     Offer,
     Overheads,
     Plan,
     Requirements,
-    Work,
     is_ordered,
     requirements_of,
 )
@@ -215,14 +215,14 @@ def _search(
         explain=True,
         is_mixed=True,
     )
-    work = Work(
+    known = Knowledge(
         options["units"],
         model.job.unit if model else "units",
         overheads=overheads_of(spec),
         data=(*data_places(spec, schemes()), *(_data(text) for text in options["data"])),
         tariffs=tariffs(),
     )
-    return search(needs, table, goal=_goal(options), work=work, how=how, is_ordered=is_ordered(spec))
+    return search(needs, table, goal=_goal(options), knowledge=known, how=how, is_ordered=is_ordered(spec))
 
 
 def _misfit_of(spec: EnvSpec, model: JobModel | None) -> MisfitOf | None:

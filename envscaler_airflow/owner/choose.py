@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.backends import has_image, shares_nodes
-from envscaler_airflow.clouds import schemes, tariffs
+from envscaler_airflow.clouds import schemes
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.resources import GIB, default_limit_bytes
 from envscaler_airflow.errors import BudgetError
@@ -19,18 +18,18 @@ from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.planning import (
     Allocation,
     Goal,
+    Knowledge,
     Offer,
     Plan,
     Requirements,
-    Work,
+    Strategy,
     feasible,
     is_ordered,
-    plan,
     requirements_of,
 )
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.data import data_places
-from envscaler_airflow.planning.planner import Rejected, data_misfits
+from envscaler_airflow.planning.planner import PlanInputs, Rejected, data_misfits, risk_notes
 from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.run import AttemptState, RunState
@@ -43,7 +42,7 @@ from envscaler_airflow.store.stockouts import stockouts
 def warnings_of(spec: EnvSpec, offers: Sequence[Offer]) -> list[str]:
     """Return warnings: the stage can start, but its author may have intended something else."""
     speedup = speedup_warning(spec, offers)
-    return [*spec.warnings, *([] if speedup is None else [speedup])]
+    return [*spec.warnings, *risk_notes(requirements_of(spec)), *([] if speedup is None else [speedup])]
 
 
 def make_plan(
@@ -51,28 +50,62 @@ def make_plan(
     spec: EnvSpec,
     offers: Iterable[Offer],
     goal: Goal,
+    knowledge: Knowledge,
     *,
     memory_bytes: int | None = None,
     sold_out: frozenset[str] = frozenset(),
     is_mixed: bool = False,
-) -> Plan:
-    """Plan where the next attempt may run, best first.
+) -> tuple[PlanInputs, Plan]:
+    """Plan where the next attempt may run, best first, with everything that is known of the stage.
 
     Offers that this run was just refused, and those in *sold_out* (names reported by other runs), are used
     only when nothing else fits. *is_mixed*: nodes may be of both capacity types. Offers that cannot use
-    the stage's volumes are excluded. So are GPUs for which its packages have no kernels.
+    the stage's volumes are excluded. So are GPUs for which its packages have no kernels. A forecast refuses
+    only the first attempt of a generation: a later one runs on although it may break the limits.
     """
-    requirements = _with_memory(requirements_of(spec), memory_bytes)
     refused = refused_offers(state) | sold_out
     usable, useless = _by_software(spec, offers)
-    left = [offer for offer in usable if offer.name not in refused]
-    how: dict[str, Any] = {"goal": goal, "work": Work(data=data_places(spec, schemes()), tariffs=tariffs())}
-    how |= {"is_ordered": is_ordered(spec), "is_mixed": is_mixed}
-    made = plan(requirements, left, **how)
+    inputs = PlanInputs(
+        needs=_with_memory(requirements_of(spec), memory_bytes),
+        offers=tuple(offer for offer in usable if offer.name not in refused),
+        goal=goal,
+        knowledge=knowledge,
+        is_ordered=is_ordered(spec),
+        is_mixed=is_mixed,
+        excluded=tuple(useless),
+    )
+    made = inputs.plan()
     if made.chosen is None and refused:
-        made = plan(requirements, usable, **how)
-    rejected = sorted((*made.rejected, *useless), key=lambda item: item.distance)
-    return replace(made, rejected=tuple(rejected))
+        inputs = replace(inputs, offers=tuple(usable))
+        made = inputs.plan()
+    over = [item for item in made.rejected if item.is_over_limit]
+    if made.chosen is None and over and state.attempts_of(state.generation):
+        inputs = replace(inputs, goal=_without_limits(goal), notes=(_LATE,))
+        made = inputs.plan()
+    return inputs, made
+
+
+def in_words(made: Plan) -> str:
+    """The chosen allocation with expected time and cost, their 80 % ranges, and their sources."""
+    if made.chosen is None:
+        return "plan: nothing fits"
+    expected, text = made.chosen.estimate, f"plan: {made.chosen.allocation.name}"
+    if expected is not None:
+        text += f", {expected.hours:.3g} h ({expected.hours_low:.3g} to {expected.hours_high:.3g})"
+        if expected.usd is not None and expected.usd_low is not None and expected.usd_high is not None:
+            low, high = usd_text(expected.usd_low), usd_text(expected.usd_high)
+            text += f" and {usd_text(expected.usd)} ({low} to {high}), 80 % ranges"
+    return "; ".join((text, *made.notes))
+
+
+_LATE = "the forecast breaks the budget or the deadline on every offer; the stage runs on as well as it can"
+
+
+def _without_limits(goal: Goal) -> Goal:
+    """The goal of a stage that goes on although no offer keeps its limits: without time left, the fastest."""
+    is_late = goal.deadline_s is not None
+    strategy: Strategy = "performance" if is_late else goal.strategy
+    return replace(goal, strategy=strategy, budget_usd=None, deadline_s=None)
 
 
 def _by_software(spec: EnvSpec, offers: Iterable[Offer]) -> tuple[list[Offer], list[Rejected]]:
@@ -172,19 +205,20 @@ def refused_offers(state: RunState) -> frozenset[str]:
 def write_plan(
     run: Run,
     made: Plan,
+    inputs: PlanInputs,
     spec: EnvSpec,
     offers: Iterable[Offer],
     *,
     memory_bytes: int | None = None,
     is_mixed: bool = False,
 ) -> None:
-    """Store the plan, human-readable, and for the sensor the targets that the stage may move to."""
+    """Store the plan, human-readable, with its inputs, and for the sensor the targets of moves."""
     running = _with_memory(requirements_of(spec, while_running=True), memory_bytes)
     found = feasible(
         running, _by_software(spec, offers)[0], data=data_places(spec, schemes()), is_mixed=is_mixed
     )
     targets = [item.to_dict() for item in found]
-    body = {"schema": SCHEMA, **made.to_dict(), "targets": targets}
+    body = {"schema": SCHEMA, **made.to_dict(), "targets": targets, "inputs": inputs.to_dict()}
     run.write(PLAN, json.dumps(body, indent=1).encode())
 
 

@@ -13,6 +13,7 @@ from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner import facts, limits
 from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
+from envscaler_airflow.owner.stage_knowledge import START_S, START_STDEV_S
 from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import (
@@ -38,10 +39,6 @@ from envscaler_airflow.scaling.phase import Forecast
 from envscaler_airflow.store.decisions import read_decisions
 from envscaler_airflow.store.run import Run
 
-START_S = 30.0
-START_STDEV_S = 15.0
-"""Pause of a move and its standard deviation before any measurement, seconds. Chosen: two worker slots, a
-process, a restore."""
 SLOTS_S = 6.0
 """Part of a move's pause that a first start does not have, seconds: two short worker slots and the drain of
 the old machine. Chosen: a task's execution in Airflow 3.3 begins within 2 to 3 s on two cores."""

@@ -19,8 +19,8 @@ from envscaler_airflow.errors import (
     StoreError,
 )
 from envscaler_airflow.owner import choose, facts, freeze, in_place_change, limits, policies
-from envscaler_airflow.owner.observe import START_S
 from envscaler_airflow.owner.owned_run import OwnedRun, live_of
+from envscaler_airflow.owner.stage_knowledge import START_S, knowledge_of
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.run import Action, AttemptState, Handle, RunState
@@ -120,14 +120,17 @@ def _allocation(owned: OwnedRun, state: RunState, action: Action) -> Allocation:
     goal = choose.goal_of(state, owned.stage, spent_usd=spent, now=now)
     sold_out = choose.sold_out_offers(owned.run.store, offers, now=now)
     how: dict[str, Any] = {"memory_bytes": memory, "is_mixed": isinstance(owned.backend, RunsMixed)}
-    made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
+    known = knowledge_of(state, spec, offers, now=now)
+    inputs, made = choose.make_plan(state, spec, offers, goal, known, sold_out=sold_out, **how)
     if made.chosen is None and isinstance(owned.backend, OffersLater):
         offers = (*offers, *owned.backend.later_offers())
-        made = choose.make_plan(state, spec, offers, goal, sold_out=sold_out, **how)
+        known = knowledge_of(state, spec, offers, now=now)
+        inputs, made = choose.make_plan(state, spec, offers, goal, known, sold_out=sold_out, **how)
     for warning in () if state.attempts else choose.warnings_of(spec, offers):
         log.warning("%s", warning)
     owned.check_still_owner(state)
-    choose.write_plan(owned.run, made, spec, offers, **how)
+    log.info("%s", choose.in_words(made))
+    choose.write_plan(owned.run, made, inputs, spec, offers, **how)
     return made.pick()
 
 

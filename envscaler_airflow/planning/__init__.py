@@ -1,5 +1,6 @@
 """Pure planning: offers, sizing, performance and the planner."""
 
+from envscaler_airflow.planning.knowledge import Knowledge
 from envscaler_airflow.planning.objective import (
     STRATEGIES,
     Estimate,
@@ -10,7 +11,7 @@ from envscaler_airflow.planning.objective import (
 )
 from envscaler_airflow.planning.offers import Allocation, CapacityType, Offer
 from envscaler_airflow.planning.performance import Speed, Speedup, known_speeds, matched, measure, merged
-from envscaler_airflow.planning.planner import Candidate, Goal, Plan, Rejected, Work, feasible, plan
+from envscaler_airflow.planning.planner import Candidate, Goal, Plan, Rejected, feasible, plan
 from envscaler_airflow.planning.requirements import Misfit, Requirements, is_ordered, misfits, requirements_of
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "CapacityType",
     "Estimate",
     "Goal",
+    "Knowledge",
     "Misfit",
     "Offer",
     "Overheads",
@@ -29,7 +31,6 @@ __all__ = [
     "Speed",
     "Speedup",
     "Strategy",
-    "Work",
     "estimate",
     "feasible",
     "is_ordered",

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
+from envscaler_airflow.planning.knowledge import Knowledge
 from envscaler_airflow.planning.near_misses import nearest_misses
 from envscaler_airflow.planning.objective import estimate, value_of_hour
 from envscaler_airflow.planning.offers import (
@@ -31,12 +32,14 @@ from envscaler_airflow.planning.planner import (
     Goal,
     Plan,
     Rejected,
-    Work,
     candidate_of,
     goal_misfits,
     is_safe,
+    known_first,
     notes_of,
     rank_of,
+    risk_notes,
+    usd_per_unit,
     with_fleets,
 )
 from envscaler_airflow.planning.requirements import Misfit, Requirements, fits_node, fits_place, node_counts
@@ -81,7 +84,7 @@ class Search:
 
     Attributes:
         scope: Where.
-        speed_of: Speed of the stage; None: unknown everywhere.
+        speed_of: Prior of the speed where nothing else is known, in the unit of the work; None: no prior.
         misfit_of: Why the stage cannot run on a number of nodes of a kind, such as a model that is larger
             than the memory of its GPUs; None: no such reasons are known.
         avoid: Reason to skip an offer, such as a recent stock-out; None: no such reasons.
@@ -109,7 +112,7 @@ def search(
     table: OfferTable,
     *,
     goal: Goal | None = None,
-    work: Work | None = None,
+    knowledge: Knowledge | None = None,
     how: Search | None = None,
     is_ordered: bool = False,
 ) -> Plan:
@@ -119,35 +122,37 @@ def search(
         requirements: One, or several alternatives: an offer that meets any of them qualifies.
         table: Offers.
         goal: By default least cost.
-        work: The work to do, and the seconds without training; its speeds are not used.
+        knowledge: What is known of the stage. Only speeds by machine are used, not those of one place.
         how: Scope, speeds, what to avoid, how many to keep.
         is_ordered: The first alternative that any offer meets is used, regardless of its cost.
     """
     needs = (requirements,) if isinstance(requirements, Requirements) else tuple(requirements)
     if not needs:
         raise ValueError("requirements: none given")
-    how, goal, work = how or Search(), goal or Goal(), work or Work()
+    how, goal, known = how or Search(), goal or Goal(), knowledge or Knowledge()
     if not is_ordered:
-        return _look(needs, table, how, goal, work)
+        return _look(needs, table, how, goal, known)
     first = None
     for need in needs:
-        got = _look((need,), table, how, goal, work)
+        got = _look((need,), table, how, goal, known)
         if got.chosen is not None:
             return got
         first = first or got
     return first or Plan(None)
 
 
-def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: Goal, work: Work) -> Plan:
+def _look(
+    needs: Sequence[Requirements], table: OfferTable, how: Search, goal: Goal, known: Knowledge
+) -> Plan:
     """One search; where data are bound to a place, a note names what that excluded."""
-    got = _Searcher(table, how, goal, work).find(needs)
+    got = _Searcher(table, how, goal, known).find(needs)
     if how.is_mixed:
-        found = _fleets(got.value_of_hour_usd or 0.0, needs, table, how=how, goal=goal, work=work)
+        found = _fleets(got.value_of_hour_usd or 0.0, needs, table, how=how, goal=goal, known=known)
         got = with_fleets(got, found, goal, limit=how.limit)
-    bound = [item for item in work.data if item.is_bound]
+    bound = [item for item in known.data if item.is_bound]
     if not bound:
         return got
-    free = replace(work, data=tuple(replace(item, is_bound=False) for item in work.data))
+    free = replace(known, data=tuple(replace(item, is_bound=False) for item in known.data))
     one = replace(how, limit=1, explain=False, is_mixed=False)
     other = _Searcher(table, one, goal, free).find(needs).chosen
     if other is None or (got.chosen is not None and other.allocation == got.chosen.allocation):
@@ -159,7 +164,13 @@ def _look(needs: Sequence[Requirements], table: OfferTable, how: Search, goal: G
 
 
 def _fleets(
-    hour_usd: float, needs: Sequence[Requirements], table: OfferTable, *, how: Search, goal: Goal, work: Work
+    hour_usd: float,
+    needs: Sequence[Requirements],
+    table: OfferTable,
+    *,
+    how: Search,
+    goal: Goal,
+    known: Knowledge,
 ) -> Iterator[tuple[Requirements, Candidate]]:
     """Mixed fleets of the best types, if the stage can lose a node and may have more than it needs."""
     # Limits are checked on the fleet: one that is too expensive on demand alone may be affordable with spot.
@@ -169,15 +180,15 @@ def _fleets(
         if need.capacity != "auto" or not need.can_checkpoint or need.max_nodes == need.min_nodes:
             continue
         wide = replace(need, max_usd_per_hour=None)
-        for cloud, region, name in _best_types(wide, table, some, free, work):
+        for cloud, region, name in _best_types(wide, table, some, free, known):
             here = replace(wide, cloud=cloud, region=region, instance_type=name)
-            found = _Searcher(table, some, free, work).find((here,)).candidates
+            found = _Searcher(table, some, free, known).find((here,)).candidates
             speeds = {item.allocation: item.speed for item in found}
             for allocation in mixed_allocations(speeds, min_nodes=need.min_nodes):
                 candidate = candidate_of(
                     allocation,
                     speeds[Allocation(allocation.offer, allocation.nodes)],
-                    work,
+                    known,
                     goal,
                     hour_usd=hour_usd,
                     losses_per_hour=losses_per_hour(allocation, table.rates_of(allocation)),
@@ -187,10 +198,10 @@ def _fleets(
 
 
 def _best_types(
-    need: Requirements, table: OfferTable, how: Search, goal: Goal, work: Work
+    need: Requirements, table: OfferTable, how: Search, goal: Goal, known: Knowledge
 ) -> list[tuple[str, str, str]]:
     """Cloud, region and type of the few best candidates."""
-    offers = [item.allocation.offer for item in _Searcher(table, how, goal, work).find((need,)).candidates]
+    offers = [item.allocation.offer for item in _Searcher(table, how, goal, known).find((need,)).candidates]
     found = dict.fromkeys((offer.cloud, offer.region, offer.instance_type) for offer in offers)
     return list(found)[:FLEET_TYPES]
 
@@ -209,14 +220,15 @@ class _Group(NamedTuple):
 class _Searcher:
     """One search: collects the best candidates and the allocations that the goal rules out."""
 
-    def __init__(self, table: OfferTable, how: Search, goal: Goal, work: Work) -> None:
-        self.table, self.how, self.goal, self.work = table, how, goal, work
+    def __init__(self, table: OfferTable, how: Search, goal: Goal, known: Knowledge) -> None:
+        self.table, self.how, self.goal, self.known = table, how, goal, known
         self.best: list[_Found] = []
         self.names: set[str] = set()
         self.refused: dict[str, Rejected] = {}
         self.hour: float | None = None
         self.is_in = [how.scope.has(cloud, region) for cloud, region, _ in table.places]
-        self.is_timed = how.speed_of is not None and work.units is not None
+        self.has_speeds = how.speed_of is not None or bool(known.speeds)
+        self.is_timed = self.has_speeds and known.units is not None
 
     def find(self, needs: Sequence[Requirements]) -> Plan:
         fitting = [(need, *self._fitting(need)) for need in needs]
@@ -234,7 +246,7 @@ class _Searcher:
         is_allowed = [
             is_in
             and fits_place(need, *place)
-            and (not self.work.data or all(item.allows(*place) for item in self.work.data))
+            and (not self.known.data or all(item.allows(*place) for item in self.known.data))
             for is_in, place in zip(self.is_in, table.places, strict=True)
         ]
         fits = [False] * len(table.kinds)
@@ -288,7 +300,7 @@ class _Searcher:
         """Kinds by bound: in order of price while no speed is known, otherwise sorted by the objective."""
         kinds = (kind for kind in self.table.order(capacity) if fits[kind])
         groups = (group for kind in kinds for group in self._group(kind, capacity, need, is_allowed))
-        return iter(sorted(groups, key=lambda group: group.bound)) if self.is_timed else groups
+        return iter(sorted(groups, key=lambda group: group.bound)) if self.has_speeds else groups
 
     def _group(
         self, kind: int, capacity: CapacityType, need: Requirements, is_allowed: list[bool]
@@ -297,16 +309,20 @@ class _Searcher:
         if usd is None:
             return
         counts = self._counts(kind, capacity, need, is_allowed)
-        if not self.is_timed or self.how.speed_of is None:
+        if not self.has_speeds:
             if counts:
                 runs = tuple((nodes, None) for nodes in counts)
-                bound = (usd == UNKNOWN, 2, usd * need.min_nodes)
+                bound = (usd == UNKNOWN, 3, usd * need.min_nodes)
                 yield _Group(bound, kind, capacity, runs, need, is_allowed)
             return
         for nodes in counts:
-            speed = self.how.speed_of(self.table.kinds[kind], nodes)
+            speed = self._speed(self.table.kinds[kind], nodes)
             bound = self._bound(usd * nodes, speed)
             yield _Group(bound, kind, capacity, ((nodes, speed),), need, is_allowed)
+
+    def _speed(self, kind: InstanceType, nodes: int) -> Speed | None:
+        known = self.known.speed_on(kind, nodes)
+        return self.how.speed_of(kind, nodes) if known is None and self.how.speed_of is not None else known
 
     def _holding(self, kind: int, need: Requirements) -> Sequence[int]:
         counts = node_counts(need, int(self.table.kinds[kind].gpus))
@@ -334,14 +350,16 @@ class _Searcher:
     def _bound(self, usd: float, speed: Speed | None) -> Rank:
         """Best possible rank of an offer with this speed that costs *usd* per hour or more."""
         is_unknown = usd == UNKNOWN
-        if speed is None or self.work.units is None:
-            return (is_unknown, 2, usd)
+        if speed is None or (self.known.units is None and is_unknown):
+            return (is_unknown, 3, usd)
+        if self.known.units is None:
+            return (is_unknown, 2, usd_per_unit(usd, self.hour or 0.0, speed))
         least = estimate(
-            self.work.units,
+            self.known.units,
             speed,
             usd_per_hour=None if is_unknown else usd,
             value_of_hour=self.hour or 0.0,
-            overheads=self.work.overheads,
+            overheads=self.known.overheads,
         )
         worth = UNKNOWN if least.objective is None else least.objective
         if is_safe(least, self.goal):
@@ -401,7 +419,7 @@ class _Searcher:
         candidate = candidate_of(
             allocation,
             speed,
-            self.work,
+            self.known,
             self.goal,
             hour_usd=self.hour or 0.0,
             losses_per_hour=rate * nodes,
@@ -409,7 +427,7 @@ class _Searcher:
         )
         found = goal_misfits(group.need, candidate, self.goal)
         if found:
-            self._refuse(Rejected(allocation, found))
+            self._refuse(Rejected(allocation, found, candidate.estimate))
             return False
         self.names.add(name)
         self.refused.pop(name, None)
@@ -422,8 +440,8 @@ class _Searcher:
             self.refused.setdefault(rejected.allocation.name, rejected)
 
     def _plan(self, needs: Sequence[Requirements]) -> Plan:
-        candidates = [found for _, _, found in self.best]
-        rejected = [*self.refused.values()]
+        candidates, unknown = known_first([found for _, _, found in self.best], self.refused.values())
+        rejected = [*self.refused.values(), *unknown]
         if self.how.explain or not candidates:
             rejected += nearest_misses(needs, self.table, self.is_in, limit=self.how.limit)
         rejected.sort(key=lambda item: item.distance)
@@ -440,12 +458,12 @@ class _Searcher:
         spot = {
             item.allocation.offer.name for item in candidates if item.allocation.offer.capacity_type == "spot"
         }
-        work = replace(self.work, interruptions_per_hour=dict.fromkeys(spot, 0.0))
-        notes = notes_of(candidates, work, self.goal, self.hour)
-        notes += _data_notes(candidates, self.work, is_timed=self.is_timed)
+        rated = replace(self.known, interruptions_per_hour=dict.fromkeys(spot, 0.0))
+        notes = [*notes_of(candidates, rated, self.goal, self.hour), *risk_notes(needs)]
+        notes += _data_notes(candidates, self.known, is_timed=self.is_timed)
         clouds = {item.allocation.offer.cloud for item in candidates}
         clouds = {
-            name for name in clouds if self.work.tariffs.get(name, UNKNOWN_TARIFF).usd_per_gib_month is None
+            name for name in clouds if self.known.tariffs.get(name, UNKNOWN_TARIFF).usd_per_gib_month is None
         }
         if any(need.disk_gib for need in needs) and clouds and self.is_timed:
             notes.append(f"what disks cost on {', '.join(sorted(clouds))} is unknown and counted as nothing")
@@ -454,11 +472,11 @@ class _Searcher:
         return notes
 
 
-def _data_notes(candidates: Sequence[Candidate], work: Work, *, is_timed: bool) -> list[str]:
+def _data_notes(candidates: Sequence[Candidate], known: Knowledge, *, is_timed: bool) -> list[str]:
     """Notes on copies of data that no price includes."""
     notes = []
-    for item in work.data:
-        usds = [item.usd_to(*_place(found), work.tariffs) for found in candidates]
+    for item in known.data:
+        usds = [item.usd_to(*_place(found), known.tariffs) for found in candidates]
         if None in usds and item.gib is None:
             notes.append(
                 f"the size of {item.name} is unknown, and copying it counted as nothing: write its size"

@@ -16,8 +16,8 @@ from typing import Literal
 
 from envscaler_airflow.planning.record import NotNegative, Positive, Record
 
-SpeedSource = Literal["measured", "stated", "fitted", "datasheet", "user", "bound"]
-"""``bound``: not a trusted speed, but a lower limit."""
+SpeedSource = Literal["measured", "learned", "stated", "fitted", "datasheet", "user", "bound"]
+"""``learned``: by earlier runs of the stage; ``bound``: not a trusted speed, but a lower limit."""
 
 _CAPACITY = re.compile(r"/(?:spot|on-demand)(?= \+ |\Z)")
 """The capacity type in an allocation's name, see ``Offer.name`` and ``Allocation.name``."""

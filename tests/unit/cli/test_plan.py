@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from envscaler_airflow.catalog.sources import COLUMNS
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.plan import _advice, _commitment, _unpriced, _why_not
-from envscaler_airflow.planning import Allocation, Candidate, Goal, Offer, Plan, Speed, Work
+from envscaler_airflow.planning import Allocation, Candidate, Goal, Knowledge, Offer, Plan, Speed
 from envscaler_airflow.planning.planner import candidate_of, rank_of
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.stockouts import remember
@@ -333,7 +333,7 @@ def test_a_chosen_fleet_is_the_first_line_of_the_table(tmp_path, monkeypatch):
 
 def test_what_costs_less_and_takes_longer_is_told_by_its_time():
     """No candidate is sure to keep the deadline: the sooner one was chosen, and the other is not "same"."""
-    speed, work = Speed(1 / 3600, 0.5 / 3600, "user"), Work(10, "units")
+    speed, work = Speed(1 / 3600, 0.5 / 3600, "user"), Knowledge(10, "units")
     offer = Offer("aws", "us-east-1", "g4dn.xlarge", "on-demand", 4, 16, usd_per_hour=2.0)
     goal = Goal("deadline", deadline_s=36000.0)
     cheap = replace(offer, instance_type="g4dn.2xlarge", usd_per_hour=0.5)

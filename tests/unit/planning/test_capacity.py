@@ -10,11 +10,11 @@ from envscaler_airflow.clouds import refusals, tariffs
 from envscaler_airflow.planning import (
     Allocation,
     Goal,
+    Knowledge,
     Offer,
     Overheads,
     Requirements,
     Speed,
-    Work,
     feasible,
     plan,
 )
@@ -149,10 +149,10 @@ def speed_of(_kind, nodes):
 def test_data_elsewhere_cost_egress_and_time():
     """900 GiB out of AWS: $81 and an hour, so the cheaper cloud costs more for ten hours of work."""
     data = DataPlace("data", "aws", "us-east-1", gib=900.0)
-    table, work = table_of([ON_DEMAND, FAR]), Work(10, "units", tariffs=tariffs())
+    table, work = table_of([ON_DEMAND, FAR]), Knowledge(10, "units", tariffs=tariffs())
 
-    near = search(GPU, table, work=work, how=Search(speed_of=speed_of))
-    tied = search(GPU, table, work=replace(work, data=(data,)), how=Search(speed_of=speed_of))
+    near = search(GPU, table, knowledge=work, how=Search(speed_of=speed_of))
+    tied = search(GPU, table, knowledge=replace(work, data=(data,)), how=Search(speed_of=speed_of))
 
     assert near.pick().offer == FAR
     assert tied.pick().offer == ON_DEMAND
@@ -176,7 +176,7 @@ def test_a_bound_claim_restricts_and_is_named():
     """It can be used only in its zone; the note names the cheaper offer that this excludes."""
     claim = DataPlace("claim", "aws", "us-east-1", zone="us-east-1b", is_bound=True)
 
-    got = search(GPU, table_of([SPOT, OTHER_ZONE, FAR]), work=Work(data=(claim,)))
+    got = search(GPU, table_of([SPOT, OTHER_ZONE, FAR]), knowledge=Knowledge(data=(claim,)))
 
     assert [item.allocation.offer for item in got.candidates] == [OTHER_ZONE]
     assert (
@@ -187,10 +187,10 @@ def test_a_bound_claim_restricts_and_is_named():
 
 def test_a_mixed_fleet_has_its_core_on_demand():
     """One of three nodes at $1, two at $0.4: $1.80; losing any of the two costs a restart."""
-    work = Work(30, "units", overheads=Overheads(360, 0, 0, 3600))
+    work = Knowledge(30, "units", overheads=Overheads(360, 0, 0, 3600))
     how = Search(speed_of=speed_of, is_mixed=True)
 
-    made = search(replace(GPU, max_nodes=3), table_of([SPOT, OTHER_ZONE, ON_DEMAND]), work=work, how=how)
+    made = search(replace(GPU, max_nodes=3), table_of([SPOT, OTHER_ZONE, ON_DEMAND]), knowledge=work, how=how)
 
     by_size = {item.allocation.rest_nodes: item for item in made.fleets}
     assert set(by_size) == {1, 2}
@@ -237,14 +237,14 @@ def test_a_fleet_is_chosen_where_it_alone_keeps_the_limits():
         for nodes in (1, 2)
     }
     # 20 units in 10 h. A loss costs about half an hour of work and an hour of start.
-    work = Work(20, "units", fast, Overheads(3600, 0, 0, 3600), {SPOT.name: 0.1})
+    work = Knowledge(20, "units", fast, Overheads(3600, 0, 0, 3600), {SPOT.name: 0.1})
     goal = Goal("deadline", budget_usd=19.0, deadline_s=14 * 3600)
 
-    got = plan(need, offers, goal=goal, work=work, is_mixed=True)
+    got = plan(need, offers, goal=goal, knowledge=work, is_mixed=True)
 
     assert got.chosen.allocation == Allocation(ON_DEMAND, 2, rest=SPOT, rest_nodes=1)
     assert got.chosen.is_safe
-    assert plan(need, offers, goal=goal, work=work).chosen is None
+    assert plan(need, offers, goal=goal, knowledge=work).chosen is None
     assert got.chosen == got.fleets[0]
 
 
@@ -258,11 +258,11 @@ def test_both_planners_make_the_same_fleets():
         Allocation(offer, nodes).name: speed_of(offer, nodes) for offer in offers for nodes in (1, 2, 3)
     }
 
-    whole = plan(need, offers, work=Work(30, "units", speeds, overheads, rates), is_mixed=True)
+    whole = plan(need, offers, knowledge=Knowledge(30, "units", speeds, overheads, rates), is_mixed=True)
     columns = search(
         need,
         table_of(offers),
-        work=Work(30, "units", overheads=overheads),
+        knowledge=Knowledge(30, "units", overheads=overheads),
         how=Search(speed_of=speed_of, is_mixed=True),
     )
 
@@ -285,12 +285,14 @@ def test_limits_are_held_against_the_fleet_and_not_its_parts(need, goal):
     overheads = Overheads(5400, 0, 0, 5400)
     speeds = {Allocation(offer, n).name: speed_of(offer, n) for offer in offers for n in (1, 2)}
 
-    small = plan(need, offers, goal=goal, work=Work(20, "units", speeds, overheads, rates), is_mixed=True)
+    small = plan(
+        need, offers, goal=goal, knowledge=Knowledge(20, "units", speeds, overheads, rates), is_mixed=True
+    )
     large = search(
         need,
         table_of(offers),
         goal=goal,
-        work=Work(20, "units", overheads=overheads),
+        knowledge=Knowledge(20, "units", overheads=overheads),
         how=Search(speed_of=speed_of, is_mixed=True),
     )
 
@@ -347,7 +349,7 @@ def test_an_estimate_pays_for_whole_units():
     got = search(
         Requirements(),
         table_of([here]),
-        work=Work(90, "units", tariffs=tariffs()),
+        knowledge=Knowledge(90, "units", tariffs=tariffs()),
         how=Search(speed_of=lambda *_: Speed(1, 0)),
     )
 

@@ -13,7 +13,16 @@ from envscaler_airflow.cli.offer_options import candidate_body
 from envscaler_airflow.clouds import schemes, tariffs
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.planning import Allocation, Offer, Overheads, Requirements, Speed, Work, feasible, plan
+from envscaler_airflow.planning import (
+    Allocation,
+    Knowledge,
+    Offer,
+    Overheads,
+    Requirements,
+    Speed,
+    feasible,
+    plan,
+)
 from envscaler_airflow.planning.billing import Tariff
 from envscaler_airflow.planning.data import GIB_PER_S, DataPlace, data_places
 from envscaler_airflow.planning.market import Search, search
@@ -101,11 +110,11 @@ def test_a_cluster_in_the_region_reads_at_home():
 def test_both_planners_pass_over_where_a_claim_cannot_be_used():
     """One planner rejects it with the reason, the other names what the claim excluded."""
     claim = DataPlace("claim", "aws", "us-east-1", zone="us-east-1b", is_bound=True)
-    work = Work(data=(claim,))
+    work = Knowledge(data=(claim,))
 
     small, large = (
-        plan(GPU, [HERE, NEXT, AWAY], work=work),
-        search(GPU, table_of([HERE, NEXT, AWAY]), work=work),
+        plan(GPU, [HERE, NEXT, AWAY], knowledge=work),
+        search(GPU, table_of([HERE, NEXT, AWAY]), knowledge=work),
     )
 
     assert small.chosen.allocation.offer == large.chosen.allocation.offer == NEXT
@@ -128,15 +137,15 @@ def test_what_a_claim_excludes_is_not_said_to_lack_a_price():
 
 def test_both_planners_count_the_copy_and_the_disk():
     """90 GiB from the east to the west: $1.80 and 360 s; 73 GiB of disk at $0.08 for a tenth of a month."""
-    work = Work(
+    work = Knowledge(
         10, "units", {item.name: Speed(1 / 3600, 0, "user") for item in (HERE, AWAY)}, Overheads(),
         data=(DataPlace("data", "aws", "us-east-1", gib=90.0),), tariffs=tariffs(),
     )  # fmt: skip
     need = replace(GPU, disk_gib=73.0)
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
 
-    small = plan(need, [HERE, AWAY], work=work)
-    large = search(need, table_of([HERE, AWAY]), work=work, how=how)
+    small = plan(need, [HERE, AWAY], knowledge=work)
+    large = search(need, table_of([HERE, AWAY]), knowledge=work, how=how)
 
     assert small.candidates == large.candidates
     here, away = small.candidates
@@ -149,10 +158,12 @@ def test_both_planners_count_the_copy_and_the_disk():
 
 def test_each_node_has_a_disk_of_its_own():
     """Two nodes pay twice."""
-    work = Work(10, "units", {f"2 x {HERE.name}": Speed(1 / 3600, 0, "user")}, Overheads(), tariffs=tariffs())
+    work = Knowledge(
+        10, "units", {f"2 x {HERE.name}": Speed(1 / 3600, 0, "user")}, Overheads(), tariffs=tariffs()
+    )
     need = replace(GPU, disk_gib=73.0, min_nodes=2, max_nodes=2)
 
-    got = plan(need, [HERE], work=work).chosen.estimate
+    got = plan(need, [HERE], knowledge=work).chosen.estimate
 
     assert got.disk_usd == pytest.approx(2 * 73 * 0.08 / 730 * 10)
 
@@ -163,7 +174,10 @@ def test_a_disk_without_a_known_price_is_said():
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
 
     got = search(
-        replace(GPU, disk_gib=10.0), table_of([far]), work=Work(1, "units", tariffs=tariffs()), how=how
+        replace(GPU, disk_gib=10.0),
+        table_of([far]),
+        knowledge=Knowledge(1, "units", tariffs=tariffs()),
+        how=how,
     )
 
     assert "what disks cost on nebius is unknown and counted as nothing" in got.notes
@@ -185,7 +199,10 @@ def test_a_copy_without_a_known_price_is_said(data, words):
     how = Search(speed_of=lambda _kind, _nodes: Speed(1 / 3600, 0, "user"))
 
     got = search(
-        GPU, table_of([HERE]), work=Work(10, "units", data=(data, known), tariffs=tariffs()), how=how
+        GPU,
+        table_of([HERE]),
+        knowledge=Knowledge(10, "units", data=(data, known), tariffs=tariffs()),
+        how=how,
     )
 
     assert any(note.startswith(words) for note in got.notes), got.notes
@@ -198,8 +215,8 @@ def test_a_copy_is_said_when_no_speed_is_known():
     data = DataPlace("data", "aws", "us-east-1", gib=5000.0)
     far = replace(HERE, cloud="gcp", region="us-central1", zone=None)
 
-    there = search(GPU, table_of([far]), work=Work(data=(data,), tariffs=tariffs()))
-    here = search(GPU, table_of([HERE]), work=Work(data=(data,), tariffs=tariffs()))
+    there = search(GPU, table_of([far]), knowledge=Knowledge(data=(data,), tariffs=tariffs()))
+    here = search(GPU, table_of([HERE]), knowledge=Knowledge(data=(data,), tariffs=tariffs()))
 
     assert "no speed is known, so copying data is in no price: up to $450.00" in there.notes
     assert not any("copying" in note for note in here.notes)

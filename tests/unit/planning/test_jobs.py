@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.catalog.packaged import gpu_facts, job, jobs
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.planning import Goal, Requirements, Work
+from envscaler_airflow.planning import Goal, Knowledge, Requirements
 from envscaler_airflow.planning.jobs import Footprint, Job, job_model, known_steps
 from envscaler_airflow.planning.market import Search, search
 from envscaler_airflow.planning.offers import InstanceType
@@ -197,7 +197,7 @@ def test_a_plan_with_a_job_compares_types_and_numbers():
     how = Search(speed_of=model, misfit_of=model.misfit, explain=True)
     need = Requirements(gpus=1, max_nodes=2)
 
-    got = search(need, build_table(rows), goal=Goal("cost"), work=Work(1e9, "tokens"), how=how)
+    got = search(need, build_table(rows), goal=Goal("cost"), knowledge=Knowledge(1e9, "tokens"), how=how)
 
     assert {item.allocation.name for item in got.candidates} >= {
         "aws/r/p4de/on-demand",

@@ -11,7 +11,7 @@ import pytest
 
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.errors import NoOfferError
-from envscaler_airflow.planning import Goal, Offer, Overheads, Requirements, Speed, Work, plan
+from envscaler_airflow.planning import Goal, Knowledge, Offer, Overheads, Requirements, Speed, plan
 from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.near_misses import unknown_gpus
 from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, OfferTable, joined, table_of
@@ -144,14 +144,17 @@ def test_all_candidates_are_ranked_as_the_planner_ranks_them(strategy, budget, d
     }
     spot = {o.name: ANY_RATE_PER_HOUR for o in offers if o.capacity_type == "spot"}
     whole = plan(
-        need, offers, goal=goal, work=Work(200_000, "steps", speeds, overheads, spot, tariffs=tariffs())
+        need,
+        offers,
+        goal=goal,
+        knowledge=Knowledge(200_000, "steps", speeds, overheads, spot, tariffs=tariffs()),
     )
 
     got = search(
         need,
         table,
         goal=goal,
-        work=Work(200_000, overheads=overheads, tariffs=tariffs()),
+        knowledge=Knowledge(200_000, overheads=overheads, tariffs=tariffs()),
         how=Search(speed_of=speed_of, limit=9),
     )
 
@@ -252,19 +255,19 @@ def test_when_none_is_sure_the_most_likely_are_kept():
         Offer("aws", "r", name, "on-demand", 4, 16, usd_per_hour=20.0 - number)
         for number, name in enumerate(speeds)
     ]
-    goal, work = Goal("deadline", deadline_s=5400.0), Work(10, "units")
+    goal, work = Goal("deadline", deadline_s=5400.0), Knowledge(10, "units")
     whole = plan(
         Requirements(),
         offers,
         goal=goal,
-        work=replace(work, speeds={o.name: speeds[o.instance_type] for o in offers}),
+        knowledge=replace(work, speeds={o.name: speeds[o.instance_type] for o in offers}),
     )
 
     got = search(
         Requirements(),
         table_of(offers),
         goal=goal,
-        work=work,
+        knowledge=work,
         how=Search(speed_of=lambda kind, _: speeds[kind.instance_type], limit=2),
     )
 

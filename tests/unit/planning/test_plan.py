@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.errors import NoOfferError
-from envscaler_airflow.planning import Goal, Offer, Overheads, Plan, Requirements, Speed, Work, misfits, plan
+from envscaler_airflow.planning import (
+    Goal,
+    Knowledge,
+    Offer,
+    Overheads,
+    Plan,
+    Requirements,
+    Speed,
+    misfits,
+    plan,
+)
 
 CPU = Offer("local", "", "cpu-1", "on-demand", 1, 4, usd_per_hour=1.0)
 CPU2 = replace(CPU, instance_type="cpu-2", vcpus=2, memory_gib=8, usd_per_hour=1.5)
@@ -19,7 +29,7 @@ A100 = Offer("aws", "r", "a100", "on-demand", 12, 85, None, "A100-80GB", 1, 80, 
 A100_SPOT = replace(A100, capacity_type="spot", usd_per_hour=1.5)
 GPU = Requirements(vcpus=2, memory_gib=8, gpus=1)
 HOURLY = 1 / 3600  # units a second that make a unit an hour
-TEN_UNITS = Work(
+TEN_UNITS = Knowledge(
     units=10,
     speeds={T4.name: Speed(HOURLY, 0.0), A100.name: Speed(10 * HOURLY, 0.0)},
 )
@@ -42,7 +52,7 @@ def test_ranks_by_usd_an_hour_when_no_speed_is_known():
 
 def test_ranks_by_cost_to_finish_when_speeds_are_known():
     """Ten hours at $0.50 against one at $4."""
-    got = plan(GPU, [A100, T4], work=TEN_UNITS)
+    got = plan(GPU, [A100, T4], knowledge=TEN_UNITS)
 
     assert [item.estimate.usd for item in got.candidates] == [pytest.approx(4.0), pytest.approx(5.0)]
     assert chosen(got) == A100.name
@@ -53,8 +63,8 @@ def test_the_value_of_an_hour_turns_the_choice():
     dear = replace(A100, usd_per_hour=16.0)
     work = replace(TEN_UNITS, speeds={**TEN_UNITS.speeds, A100.name: Speed(20 * HOURLY, 0.0)})
 
-    assert chosen(plan(GPU, [dear, T4], work=work, goal=Goal("cost"))) == T4.name
-    assert chosen(plan(GPU, [dear, T4], work=work, goal=Goal("balanced"))) == dear.name
+    assert chosen(plan(GPU, [dear, T4], knowledge=work, goal=Goal("cost"))) == T4.name
+    assert chosen(plan(GPU, [dear, T4], knowledge=work, goal=Goal("balanced"))) == dear.name
     assert plan(GPU, [dear, T4], goal=Goal("performance")).value_of_hour_usd == 50.0
 
 
@@ -62,7 +72,7 @@ def test_start_up_is_billed():
     """An hour of start on $4 is $4 more."""
     work = replace(TEN_UNITS, overheads=Overheads(start_s=3600))
 
-    assert chosen(plan(GPU, [A100, T4], work=work)) == T4.name  # $8 against $5.50
+    assert chosen(plan(GPU, [A100, T4], knowledge=work)) == T4.name  # $8 against $5.50
 
 
 def test_rejects_with_the_first_reason_and_the_nearest_miss_first():
@@ -138,7 +148,7 @@ def test_an_unknown_price_is_refused_under_a_budget():
 
 def test_a_budget_and_a_price_limit_reject():
     """$5 to finish on the T4, $4 an hour on the A100."""
-    got = plan(replace(GPU, max_usd_per_hour=3), [A100, T4], work=TEN_UNITS, goal=Goal(budget_usd=4.5))
+    got = plan(replace(GPU, max_usd_per_hour=3), [A100, T4], knowledge=TEN_UNITS, goal=Goal(budget_usd=4.5))
 
     assert {item.allocation.offer.instance_type: item.reason for item in got.rejected} == {
         "t4": "takes 5 USD to finish at best, budget is 4.5",
@@ -150,7 +160,7 @@ def test_a_deadline_is_a_constraint():
     """Ten hours of work, five available: the T4 is excluded even though it is cheaper."""
     cheap = replace(T4, usd_per_hour=0.1)
 
-    got = plan(GPU, [A100, cheap], work=TEN_UNITS, goal=Goal("deadline", deadline_s=5 * 3600))
+    got = plan(GPU, [A100, cheap], knowledge=TEN_UNITS, goal=Goal("deadline", deadline_s=5 * 3600))
 
     assert chosen(got) == A100.name
     assert got.rejected[0].reason == "takes 10 hours to finish at best, deadline is 5"
@@ -160,53 +170,53 @@ def test_a_sure_finish_comes_before_a_cheap_one():
     """The cheap one finishes in time on average, but not nine times of ten."""
     work = replace(TEN_UNITS, speeds={T4.name: Speed(HOURLY, 0.3 * HOURLY), A100.name: Speed(2 * HOURLY, 0)})
 
-    got = plan(GPU, [A100, T4], work=work, goal=Goal("deadline", deadline_s=11 * 3600))
+    got = plan(GPU, [A100, T4], knowledge=work, goal=Goal("deadline", deadline_s=11 * 3600))
 
     assert [item.is_safe for item in got.candidates] == [True, False]
     assert chosen(got) == A100.name
-    alone = plan(GPU, [T4], work=work, goal=Goal("deadline", deadline_s=11 * 3600))
+    alone = plan(GPU, [T4], knowledge=work, goal=Goal("deadline", deadline_s=11 * 3600))
     assert alone.notes == ("no candidate keeps deadline and budget for sure; the most likely one is chosen",)
 
 
 def test_spot_needs_a_checkpoint_or_a_short_stage():
     """Losing ten hours is not acceptable, losing a quarter of an hour is."""
     rigid = replace(GPU, can_checkpoint=False)
-    work = Work(units=10, speeds={A100_SPOT.name: Speed(HOURLY, 0)})
+    work = Knowledge(units=10, speeds={A100_SPOT.name: Speed(HOURLY, 0)})
 
-    long = plan(rigid, [A100_SPOT], work=work)
-    short = plan(rigid, [A100_SPOT], work=replace(work, units=0.25))
+    long = plan(rigid, [A100_SPOT], knowledge=work)
+    short = plan(rigid, [A100_SPOT], knowledge=replace(work, units=0.25))
 
     assert long.rejected[0].misfits[0].need == "checkpoint"
     assert short.chosen is not None
-    assert plan(GPU, [A100_SPOT], work=work).chosen is not None
+    assert plan(GPU, [A100_SPOT], knowledge=work).chosen is not None
 
 
 def test_interruptions_are_in_the_cost_and_unknown_ones_are_said():
     """A loss every other hour without a checkpoint costs more than it saves."""
     both = {A100.name: Speed(HOURLY, 0), A100_SPOT.name: Speed(HOURLY, 0)}
-    calm = plan(GPU, [A100, A100_SPOT], work=Work(units=10, speeds=both))
-    stormy = Work(units=10, speeds=both, interruptions_per_hour={A100_SPOT.name: 0.5})
+    calm = plan(GPU, [A100, A100_SPOT], knowledge=Knowledge(units=10, speeds=both))
+    stormy = Knowledge(units=10, speeds=both, interruptions_per_hour={A100_SPOT.name: 0.5})
 
     assert chosen(calm) == A100_SPOT.name
     assert calm.notes == ("the interruption rate of some spot offers is unknown and counted as none",)
-    assert chosen(plan(GPU, [A100, A100_SPOT], work=stormy)) == A100.name
+    assert chosen(plan(GPU, [A100, A100_SPOT], knowledge=stormy)) == A100.name
 
 
 def test_node_counts_are_candidates():
     """Three nodes at 2.5 times the speed: faster, and more expensive."""
-    work = Work(units=10, speeds={T4.name: Speed(HOURLY, 0), f"3 x {T4.name}": Speed(2.5 * HOURLY, 0)})
+    work = Knowledge(units=10, speeds={T4.name: Speed(HOURLY, 0), f"3 x {T4.name}": Speed(2.5 * HOURLY, 0)})
     needs = replace(GPU, max_nodes=3)
 
-    assert chosen(plan(needs, [T4], work=work)) == T4.name
-    assert chosen(plan(needs, [T4], work=work, goal=Goal("performance"))) == f"3 x {T4.name}"
-    assert plan(needs, [T4], work=work).notes == (
+    assert chosen(plan(needs, [T4], knowledge=work)) == T4.name
+    assert chosen(plan(needs, [T4], knowledge=work, goal=Goal("performance"))) == f"3 x {T4.name}"
+    assert plan(needs, [T4], knowledge=work).notes == (
         "speed known for 2 of 3 candidates; the others come after them",
     )
 
 
 def test_a_plan_goes_through_json():
     """plan.json contains the plan."""
-    got = plan(replace(GPU, gpu_memory_gb=24), [CPU, T4, A100], work=TEN_UNITS)
+    got = plan(replace(GPU, gpu_memory_gb=24), [CPU, T4, A100], knowledge=TEN_UNITS)
 
     assert Plan.from_dict(json.loads(json.dumps(got.to_dict(), allow_nan=False))) == got
     nothing = plan(GPU, [CPU])
@@ -222,15 +232,15 @@ def test_the_order_of_offers_does_not_matter(found, random, strategy):
     mixed = list(found)
     random.shuffle(mixed)
 
-    assert plan(GPU, mixed, goal=Goal(strategy), work=TEN_UNITS) == plan(
-        GPU, found, goal=Goal(strategy), work=TEN_UNITS
+    assert plan(GPU, mixed, goal=Goal(strategy), knowledge=TEN_UNITS) == plan(
+        GPU, found, goal=Goal(strategy), knowledge=TEN_UNITS
     )
 
 
 @given(offers, st.sampled_from(["cost", "balanced"]))
 def test_the_choice_is_the_least_objective(found, strategy):
     """An exhaustive search in plain loops agrees."""
-    got = plan(GPU, found, goal=Goal(strategy), work=TEN_UNITS)
+    got = plan(GPU, found, goal=Goal(strategy), knowledge=TEN_UNITS)
     fitting = [item for item in found if item.gpus and item.name in TEN_UNITS.speeds]
 
     if fitting:
@@ -258,7 +268,7 @@ def test_a_price_comes_before_a_speed():
     """A known speed at an unknown price ranks behind a known price alone."""
     unpriced = replace(T4, usd_per_hour=None)
 
-    got = plan(GPU, [unpriced, A100_SPOT], work=TEN_UNITS)
+    got = plan(GPU, [unpriced, A100_SPOT], knowledge=TEN_UNITS)
 
     assert [item.allocation.offer for item in got.candidates] == [A100_SPOT, unpriced]
 
@@ -267,7 +277,9 @@ def test_of_those_that_may_be_late_the_fastest_is_chosen():
     """Both may miss the deadline; the more expensive one less so."""
     doubt = {T4.name: Speed(HOURLY, 0.5 * HOURLY), A100.name: Speed(1.2 * HOURLY, 0.6 * HOURLY)}
 
-    got = plan(GPU, [T4, A100], work=Work(units=10, speeds=doubt), goal=Goal("deadline", deadline_s=36_000))
+    got = plan(
+        GPU, [T4, A100], knowledge=Knowledge(units=10, speeds=doubt), goal=Goal("deadline", deadline_s=36_000)
+    )
 
     assert [item.is_safe for item in got.candidates] == [False, False]
     assert chosen(got) == A100.name
