@@ -235,6 +235,12 @@ ELASTIC_RESTARTS = 100
 """Restarts that an elastic launch makes by itself after it loses a node. Chosen: each lost node costs one,
 and the owner's own count ends a training that always fails long before this.
 """
+JOIN_S = 900
+"""How long torchrun waits until all nodes have joined, seconds. Chosen: five minutes more than a lost pod
+should take to be replaced, and as long as a node waits for a new pod of node 0. With torchrun's own 600 s an
+attempt whose new pod is about to join ends as if its code had failed; the owner ends one whose pod does not
+come. Source: ``join_timeout`` of torch.distributed.elastic's dynamic rendezvous.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +361,8 @@ def _torchrun(nodes: int, processes: int, endpoint: str, *, elastic: str | None)
         return ["--standalone", f"--nproc_per_node={processes}"]
     options = [f"--nnodes={elastic or nodes}", f"--nproc_per_node={processes}"]
     options += [] if elastic is None else [f"--max_restarts={ELASTIC_RESTARTS}"]
-    return [*options, "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=envscaler"]
+    options += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=envscaler"]
+    return [*options, f"--rdzv_conf=join_timeout={JOIN_S}"]
 
 
 def _program(words: Sequence[str]) -> tuple[bool, tuple[str, ...]]:

@@ -15,8 +15,9 @@ import envscaler_agent
 import envscaler_airflow
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import ProtocolError, SpecError
-from envscaler_airflow.launch import Batch, batch_env, batches, launch_command, launch_of
+from envscaler_airflow.launch import JOIN_S, Batch, batch_env, batches, launch_command, launch_of
 from envscaler_airflow.planning.offers import Offer
+from envscaler_airflow.sidecar.restore import NODE_0_S
 from envscaler_airflow.sidecar.spool_state import Layout
 
 MEETING = "$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT"
@@ -104,8 +105,13 @@ def test_torchrun_meets_by_c10d_at_node_zero():
 
     assert got == (
         "torchrun", "--nnodes=2", "--nproc_per_node=2", "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={MEETING}", "--rdzv_id=envscaler", "train.py",
+        f"--rdzv_endpoint={MEETING}", "--rdzv_id=envscaler", "--rdzv_conf=join_timeout=900", "train.py",
     )  # fmt: skip
+
+
+def test_torchrun_waits_as_long_as_a_node_for_a_new_pod_of_node_0():
+    """Its own 600 s would end an attempt whose new pod is about to join."""
+    assert JOIN_S == NODE_0_S
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -115,7 +121,7 @@ def test_an_elastic_launch_takes_nodes_that_come_and_go(nodes):
 
     assert got == (
         "torchrun", "--nnodes=1:4", "--nproc_per_node=2", "--max_restarts=100", "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={MEETING}", "--rdzv_id=envscaler", "train.py",
+        f"--rdzv_endpoint={MEETING}", "--rdzv_id=envscaler", "--rdzv_conf=join_timeout=900", "train.py",
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_a_launch_carries_how_its_sidecar_opens_the_store(tmp_path):
             (
                 "torchrun", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
                 "--rdzv_endpoint=$ENVSCALER_RENDEZVOUS_HOST:$ENVSCALER_RENDEZVOUS_PORT",
-                "--rdzv_id=envscaler", "train.py",
+                "--rdzv_id=envscaler", "--rdzv_conf=join_timeout=900", "train.py",
             ),
             "1",
         ),
