@@ -34,6 +34,7 @@ _PLACES = {
     "cancel": "cancel:cancel",
     "prune": "cancel:prune",
     "explain": "inspect:explain",
+    "profile": "profile_commands:profile",
     "drill": "drill:drill",
     "simulate": "simulate:simulate",
     "demo": "demo:demo",

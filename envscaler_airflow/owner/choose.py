@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from envscaler_agent.messages import SCHEMA
 from envscaler_airflow.backends import has_image, shares_nodes
@@ -204,6 +205,7 @@ def refused_offers(state: RunState) -> frozenset[str]:
 
 def write_plan(
     run: Run,
+    state: RunState,
     made: Plan,
     inputs: PlanInputs,
     spec: EnvSpec,
@@ -219,7 +221,17 @@ def write_plan(
     )
     targets = [item.to_dict() for item in found]
     body = {"schema": SCHEMA, **made.to_dict(), "targets": targets, "inputs": inputs.to_dict()}
+    body["forecast"] = _forecast(run, state, made)
     run.write(PLAN, json.dumps(body, indent=1).encode())
+
+
+def _forecast(run: Run, state: RunState, made: Plan) -> dict[str, Any]:
+    """What the generation's first plan expects of the whole stage: later plans keep it."""
+    if state.attempts_of(state.generation):
+        found = run.plan().get("forecast")
+        return found if isinstance(found, dict) else {}
+    expected = None if made.chosen is None else made.chosen.estimate
+    return {"generation": state.generation, "estimate": None if expected is None else expected.to_dict()}
 
 
 def memory_limit_bytes(spec: EnvSpec, last: AttemptState | None) -> int | None:

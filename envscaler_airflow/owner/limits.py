@@ -13,9 +13,10 @@ from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
+from envscaler_airflow.planning.profile import Losses
 from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.run import AttemptState, RunState, outcome_of
-from envscaler_airflow.run.event_bodies import AttemptEnded
+from envscaler_airflow.run.measured import save_s_of
 from envscaler_airflow.scaling.deadline import Hazard
 from envscaler_airflow.scaling.deadline.risk import age_bin
 
@@ -124,14 +125,15 @@ def machine_deadline_s(
     return min(limits)
 
 
-def losses_per_hour(state: RunState, *, now: float) -> float:
+def losses_per_hour(state: RunState, *, now: float, earlier: Losses | None = None) -> float:
     """Losses of a spot node per hour: those of this generation, weighted with the fitted rate.
 
     Args:
         state: Fold of the run's events.
         now: Owner's clock, seconds since the epoch.
+        earlier: Losses of earlier runs on the offer, which count too.
     """
-    hours, losses = 0.0, 0
+    hours, losses = (0.0, 0.0) if earlier is None else (earlier.hours, earlier.losses)
     for attempt in state.attempts_of(state.generation):
         nodes = sum(part.nodes for part in attempt.allocation.parts if part.offer.capacity_type == "spot")
         if not nodes or attempt.started_at is None:
@@ -146,14 +148,6 @@ def losses_per_hour(state: RunState, *, now: float) -> float:
 def interruptions(offers: Iterable[Offer], per_hour: float) -> dict[str, float]:
     """Losses per hour by name of each spot offer; on-demand machines are not known to be interrupted."""
     return {offer.name: per_hour for offer in offers if offer.capacity_type == "spot"}
-
-
-def save_s_of(end: AttemptEnded) -> float | None:
-    """Seconds of training lost to one checkpoint, as an ended attempt reported; None if it did not.
-
-    If only the time of the last checkpoint is known, that time, including its upload.
-    """
-    return end.save_s / end.checkpoints if end.save_s is not None and end.checkpoints else end.checkpoint_s
 
 
 def checkpoint_every_s(spec: EnvSpec, state: RunState, allocation: Allocation, *, now: float) -> float | None:

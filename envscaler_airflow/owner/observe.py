@@ -14,7 +14,8 @@ from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner import facts, limits
 from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
 from envscaler_airflow.owner.stage_knowledge import START_S, START_STDEV_S
-from envscaler_airflow.planning import Allocation, Overheads, Speed, measure, merged
+from envscaler_airflow.planning import Allocation, Knowledge, Overheads, Speed, measure, merged
+from envscaler_airflow.planning.knowledge import machine_name
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling import (
     Ask,
@@ -122,6 +123,7 @@ class ScalingWatcher:
         self._samples: tuple[Sample, ...] = checks[-1].observation.samples if checks else ()
         self._unknown: Mapping[str, str] = checks[-1].observation.unknown if checks else {}
         self._plan: Mapping[str, Any] = {}
+        self._known = Knowledge()
         self._forecast = Forecast()
         self._phases = _phases_of(checks)
         self._table: str | None = None
@@ -155,6 +157,7 @@ class ScalingWatcher:
         spec = self._run.spec(state.spec_hash)
         if self._spec_hash != state.spec_hash:
             self._spec_hash, self._plan = state.spec_hash, self._run.plan()
+            self._known = planned_knowledge(self._plan)
         return spec
 
     def policy(self, state: RunState) -> Policy:
@@ -220,8 +223,8 @@ class ScalingWatcher:
             units_done=done.done if done else None,
             units_total=done.total if done else None,
             epoch=head.progress.epoch if head else None,
-            speeds=self._speeds(live, mine),
-            measured=self._measured(live, head),
+            speeds={**self._learned(places, done.unit if done else mine.unit), **self._speeds(live, mine)},
+            measured=self._measured(live, head, places),
             gpu_speeds=_gpu_speeds(places),
             speedups=speedups_of(self.spec(state)),
             overheads=self._overheads(state, live, head),
@@ -347,6 +350,15 @@ class ScalingWatcher:
             known[live.allocation.name] = speed
         return known
 
+    def _learned(self, places: Iterable[Allocation], unit: str) -> dict[str, Speed]:
+        """Speeds of *places* in earlier runs; measured ones of this generation replace them."""
+        if unit and unit != self._known.unit:
+            return {}
+        found = {place.name: self._known.speed_of(place) for place in places}
+        return {
+            name: speed for name, speed in found.items() if speed is not None and speed.source == "learned"
+        }
+
     def _forecast_phase(self, head: Status | None, now_s: float) -> tuple[str | None, float | None]:
         """Forecast the next phase from the previous run; phases count from the first check of this run."""
         phase = head.progress.phase if head is not None else None
@@ -357,9 +369,17 @@ class ScalingWatcher:
         phases = tuple(name for name, _ in self._phases)
         return self._forecast.after(phases, now_s - self._phases[-1][1])
 
-    def _measured(self, live: AttemptState, head: Status | None) -> dict[str, Measured]:
-        """Return the steps of this generation by allocation, the newest of each."""
-        known = dict(self._memory.measured) if self._memory.generation == live.generation else {}
+    def _measured(
+        self, live: AttemptState, head: Status | None, places: Iterable[Allocation]
+    ) -> dict[str, Measured]:
+        """Return the steps by allocation, the newest of this generation, else of earlier runs."""
+        earlier = ((place.name, self._known.steps.get(machine_name(place))) for place in places)
+        known = {
+            name: Measured(one.batch, one.step_s, one.sync_s, one.noise_scale)
+            for name, one in earlier
+            if one is not None
+        }
+        known |= self._memory.measured if self._memory.generation == live.generation else {}
         step = None if head is None or head.phase != "running" else _step_of(head.progress)
         if step is not None:
             known[live.allocation.name] = step
@@ -369,12 +389,13 @@ class ScalingWatcher:
         spec = self.spec(state)
         pauses, measured = facts.move_pauses_s(state), facts.start_s(state)
         every = spec.checkpoint.every.seconds if spec.checkpoint else None
-        expected = expected_pause_s(live, head)
-        known = next((item for item in (measured, expected) if item is not None), START_S)
+        expected, planned = expected_pause_s(live, head), self._known.overheads
+        known = next((item for item in (measured, expected) if item is not None), planned.start_s or START_S)
         return Overheads(
             start_s=known,
-            start_stdev_s=START_STDEV_S / (1 + len(pauses) + (expected is not None)),
-            checkpoint_s=_checkpoint_s(state, head),
+            start_stdev_s=(planned.start_stdev_s or START_STDEV_S)
+            / (1 + len(pauses) + (expected is not None)),
+            checkpoint_s=_checkpoint_s(state, head, planned),
             checkpoint_every_s=every if live.checkpoint_every_s is None else live.checkpoint_every_s,
         )
 
@@ -423,10 +444,18 @@ def _interruptions(state: RunState, places: Iterable[Allocation], *, now: float)
     return limits.interruptions(offers, limits.losses_per_hour(state, now=now))
 
 
-def _checkpoint_s(state: RunState, head: Status | None) -> float:
-    """Return what this attempt measured, or the last one that measured it did, else the default."""
+def _checkpoint_s(state: RunState, head: Status | None, planned: Overheads) -> float:
+    """Return what this attempt measured, or the last one that did, else what the plan knew."""
     measured = limits.measured_s(state, head)
-    return limits.CHECKPOINT_S if measured is None else measured
+    return (planned.checkpoint_s or limits.CHECKPOINT_S) if measured is None else measured
+
+
+def planned_knowledge(plan: Mapping[str, Any]) -> Knowledge:
+    """Return what the plan of a run knew; nothing if another version wrote it."""
+    try:
+        return Knowledge.from_dict(plan["inputs"]["knowledge"])
+    except (KeyError, TypeError, ValueError):
+        return Knowledge()
 
 
 def expected_pause_s(live: AttemptState, head: Status | None) -> float | None:

@@ -27,6 +27,7 @@ from envscaler_airflow.owner import (
     facts,
     freeze,
     in_place_change,
+    learn,
     limits,
     move,
     report,
@@ -530,6 +531,7 @@ def _write_result(owned: OwnedRun, state: RunState) -> report.Report:
     }
     owned.check_still_owner(state)
     owned.run.write(RESULT, json.dumps(whole, indent=1).encode())
+    learn.learn(owned, state)
     return found
 
 

@@ -19,6 +19,7 @@ from envscaler_airflow.errors import (
     StoreError,
 )
 from envscaler_airflow.owner import choose, facts, freeze, in_place_change, limits, policies
+from envscaler_airflow.owner.learn import profile_for
 from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.owner.stage_knowledge import START_S, knowledge_of
 from envscaler_airflow.planning import Allocation, Offer
@@ -120,17 +121,18 @@ def _allocation(owned: OwnedRun, state: RunState, action: Action) -> Allocation:
     goal = choose.goal_of(state, owned.stage, spent_usd=spent, now=now)
     sold_out = choose.sold_out_offers(owned.run.store, offers, now=now)
     how: dict[str, Any] = {"memory_bytes": memory, "is_mixed": isinstance(owned.backend, RunsMixed)}
-    known = knowledge_of(state, spec, offers, now=now)
+    profile = profile_for(owned.run, state.spec_hash)
+    known = knowledge_of(state, spec, offers, profile, now=now)
     inputs, made = choose.make_plan(state, spec, offers, goal, known, sold_out=sold_out, **how)
     if made.chosen is None and isinstance(owned.backend, OffersLater):
         offers = (*offers, *owned.backend.later_offers())
-        known = knowledge_of(state, spec, offers, now=now)
+        known = knowledge_of(state, spec, offers, profile, now=now)
         inputs, made = choose.make_plan(state, spec, offers, goal, known, sold_out=sold_out, **how)
     for warning in () if state.attempts else choose.warnings_of(spec, offers):
         log.warning("%s", warning)
     owned.check_still_owner(state)
     log.info("%s", choose.in_words(made))
-    choose.write_plan(owned.run, made, inputs, spec, offers, **how)
+    choose.write_plan(owned.run, state, made, inputs, spec, offers, **how)
     return made.pick()
 
 

@@ -10,7 +10,24 @@ from envscaler_airflow.planning.data import DataPlace
 from envscaler_airflow.planning.objective import Overheads
 from envscaler_airflow.planning.offers import Allocation, InstanceType
 from envscaler_airflow.planning.performance import Speed, Speedup, known_speeds, matched
-from envscaler_airflow.planning.record import NotNegative, Record
+from envscaler_airflow.planning.record import NotNegative, Positive, Record
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime(Record):
+    """A step as a training reported it.
+
+    Attributes:
+        batch: Global batch.
+        step_s: Mean seconds of a step.
+        sync_s: The part of it that is synchronization.
+        noise_scale: Gradient noise scale at that time; None: not reported.
+    """
+
+    batch: int
+    step_s: Positive[float]
+    sync_s: NotNegative[float] = 0.0
+    noise_scale: NotNegative[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +47,7 @@ class Knowledge(Record):
         tariffs: What clouds charge besides the prices of offers.
         sources: Where each part is from, human-readable, by ``work``, ``speed``, ``start``, ``checkpoint``
             and ``losses``: ``measured in 7 runs``.
+        steps: Steps of earlier runs, by :func:`machine_name`.
     """
 
     units: NotNegative[float] | None = None
@@ -40,6 +58,7 @@ class Knowledge(Record):
     data: tuple[DataPlace, ...] = ()
     tariffs: Tariffs = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    steps: Mapping[str, StepTime] = field(default_factory=dict)
 
     def speed_of(self, allocation: Allocation) -> Speed | None:
         """Speed of *allocation*; a mixed one is as fast as its first offer, as its types are the same."""
@@ -87,8 +106,9 @@ def first_known(layers: Sequence[Knowledge]) -> Knowledge:
         told = dict.fromkeys(layer.sources[part] for layer in alike if has(layer) and part in layer.sources)
         if told:
             sources[part] = next(iter(told)) if part == "work" else ", ".join(told)
+    steps = {name: step for layer in reversed(alike) for name, step in layer.steps.items()}
     units = next((layer.units for layer in alike if layer.units is not None), None)
-    return replace(layers[0], units=units, unit=known[0].unit, speeds=speeds, sources=sources)
+    return replace(layers[0], units=units, unit=known[0].unit, speeds=speeds, sources=sources, steps=steps)
 
 
 def _has_work(layer: Knowledge) -> bool:

@@ -10,7 +10,7 @@ from envscaler_airflow.owner.request import accept_delivery, kill_quietly, reque
 from envscaler_airflow.owner.stage import Delivered, StoppedError, Wake
 from envscaler_airflow.store.run import Run
 
-STOP_CALLS, RELEASE_CALLS, CLOSE_CALLS = 13, 26, 4
+STOP_CALLS, RELEASE_CALLS, CLOSE_CALLS = 13, 27, 5
 """Writes and calls of each play below without a death; a test counts them."""
 DEATHS = [pytest.param(False, id="before"), pytest.param(True, id="after")]
 UNDISTURBED = -1

@@ -431,7 +431,7 @@ def test_a_machine_that_is_lost_during_a_change_ends_the_attempt(world):
 # -- a worker dies before and after every write and call
 
 
-RESIZE_CALLS, RESCALE_CALLS, MIXED_CALLS = 19, 18, 26
+RESIZE_CALLS, RESCALE_CALLS, MIXED_CALLS = 20, 19, 27
 """Writes and calls of an undisturbed run of each kind; a test counts them."""
 MIXED = Allocation(SMALL, 2, rest=replace(SMALL, capacity_type="spot", usd_per_hour=0.3), rest_nodes=1)
 

@@ -14,6 +14,7 @@ from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import AttemptState, Event, RunState
 from envscaler_airflow.run.event_bodies import AttemptEnded
+from envscaler_airflow.run.measured import save_s_of
 from envscaler_airflow.scaling.deadline import Hazard
 from envscaler_airflow.scaling.deadline.risk import age_bin
 
@@ -83,7 +84,7 @@ def test_only_spot_is_interrupted():
 )
 def test_a_checkpoint_costs_what_training_stood_still(ended, save_s):
     """60 s over four saves; the last one's whole time where only that is known."""
-    assert limits.save_s_of(AttemptEnded(generation=1, attempt=1, outcome="lost", **ended)) == save_s
+    assert save_s_of(AttemptEnded(generation=1, attempt=1, outcome="lost", **ended)) == save_s
 
 
 def test_the_interval_is_daly_s():

@@ -14,6 +14,7 @@ from envscaler_airflow.owner import choose
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.owner.stage_knowledge import knowledge_of
 from envscaler_airflow.planning import Goal
+from envscaler_airflow.planning.profile import StageProfile
 from envscaler_airflow.run.measured import start_s
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 
@@ -77,7 +78,7 @@ def test_the_cost_to_finish_decides_as_soon_as_speeds_are_known(lost):
     """889 steps: $1 an hour at 1.1 a second cost more than $1.50 at 2.09."""
     owner = lost.owner(value_of_hour=0.0)
     owner.enter()
-    known = knowledge_of(lost.state, owner.owned.stage.spec, OFFERS, now=0.0)
+    known = knowledge_of(lost.state, owner.owned.stage.spec, OFFERS, StageProfile(), now=0.0)
 
     _, made = choose.make_plan(lost.state, owner.owned.stage.spec, OFFERS, Goal(), known)
 
@@ -89,7 +90,7 @@ def test_a_forecast_ends_no_stage_that_has_begun(lost):
     state, spec = lost.state, lost.owner().owned.stage.spec
     lost.owner(value_of_hour=0.0).enter()
     state = lost.state
-    known = knowledge_of(state, spec, OFFERS, now=0.0)
+    known = knowledge_of(state, spec, OFFERS, StageProfile(), now=0.0)
     goal = Goal("deadline", deadline_s=1.0)
 
     inputs, made = choose.make_plan(state, spec, OFFERS, goal, known)
@@ -110,7 +111,7 @@ def test_the_plan_of_a_run_is_recomputed_from_its_record(lost):
     words = CliRunner().invoke(main, args)
 
     assert again.exit_code == 0, again.output
-    for more in ("schema", "targets", "inputs"):
+    for more in ("schema", "targets", "inputs", "forecast"):
         recorded.pop(more)
     assert again.stdout == json.dumps(recorded, indent=1) + "\n"
     assert "measured in this run, stated in scaling.speedup" in words.stdout

@@ -1,0 +1,163 @@
+"""``profile`` and ``advise``: what earlier runs of a stage taught, and what the next one should request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import click
+
+from envscaler_airflow.cli.common import Group, echo_json, output_option, store_option
+from envscaler_airflow.cli.offer_options import print_table
+from envscaler_airflow.errors import SpecError
+from envscaler_airflow.planning.profile import Figure, RunProfile, StageProfile, merge
+from envscaler_airflow.store.profiles import (
+    StoredProfiles,
+    reset_profiles,
+    stage_folders,
+    stored_profiles,
+)
+from envscaler_airflow.store.run_store import Store
+
+
+@click.group(cls=Group)
+def profile() -> None:
+    """What the runs of a stage measured, from which its next run is planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage with a profile: ``deployment/dag/task``."""
+
+    name: str
+    folder: str
+    stored: StoredProfiles
+
+
+def _stage(store: Store, text: str) -> _Stage:
+    """The stage that *text* names: the end of ``deployment/dag/task`` that is unique.
+
+    Raises:
+        SpecError: None or several end so.
+    """
+    known = list(stage_folders(store))
+    found = [(name, folder) for name, folder in known if f"/{name}".endswith(f"/{text.strip('/')}")]
+    if len(found) == 1:
+        [(name, folder)] = found
+        return _Stage(name, folder, stored_profiles(store, folder, now=store.now()))
+    listed = ", ".join(name for name, _ in (found or known)[:20]) or "none yet: a run adds to it when it ends"
+    which = "several stages end so" if found else "no stage with a profile ends so"
+    raise SpecError(f"{text}: {which}; there are {listed}")
+
+
+@profile.command("show")
+@click.argument("stage", required=False)
+@output_option
+@store_option
+def show(stage: str | None, *, as_json: bool, store: Store) -> None:
+    """Show what the runs of STAGE (``dag/task``) measured, or list the stages."""
+    if stage is None:
+        names = [name for name, _ in stage_folders(store)]
+        if as_json:
+            echo_json({"stages": names})
+        else:
+            click.echo("\n".join(names) or f"no profile in {store.url}: a run adds to it when it ends")
+        return
+    found = _stage(store, stage)
+    merged = _merged(found.stored)
+    if as_json:
+        runs = [one.to_dict() for one in found.stored.runs]
+        echo_json(
+            {"stage": found.name, **merged.to_dict(), "measured": runs, "ignored": list(found.stored.faults)}
+        )
+        return
+    click.echo(f"{found.name}: {merged.source}, {_day(merged.first_at)} to {_day(merged.last_at)}")
+    print_table(("WHAT", "NEXT RUN", "+-", "RUNS"), _rows(merged))
+    for fault in found.stored.faults:
+        click.echo(f"ignored: {fault}")
+
+
+def _merged(stored: StoredProfiles) -> StageProfile:
+    """The merge for the code of the newest run."""
+    return merge(stored.runs, code=stored.runs[-1].code if stored.runs else "")
+
+
+def _day(at: float | None) -> str:
+    return "-" if at is None else datetime.fromtimestamp(at, UTC).date().isoformat()
+
+
+def _rows(found: StageProfile) -> list[tuple[str, str, str, str]]:
+    rows = [_row("work", found.units, found.unit)]
+    rows += [_row(f"speed on {name}", one, f"{found.unit}/s") for name, one in found.speeds.items()]
+    rows += [_row(f"start: {name}", one, "s") for name, one in found.start_s.items()]
+    rows += [_row("checkpoint", found.checkpoint_s, "s"), _row("checkpoint", found.checkpoint_bytes, "bytes")]
+    for name, used in found.usage.items():
+        numbers = f"{used.median:.4g}, 95 % below {used.p95:.4g}, peak {used.peak:.4g}"
+        rows.append((name, numbers, "", str(found.runs)))
+    for name, lost in found.losses.items():
+        rows.append((f"losses on {name}", f"{lost.losses:g} in {lost.hours:.1f} h", "", str(found.runs)))
+    if found.forecast_error is not None and found.inside is not None:
+        text = f"{found.forecast_error.value:.2f} x the forecast, {found.inside:.0%} within its range"
+        rows.append(("time taken", text, "", str(found.forecast_error.runs)))
+    return [row for row in rows if row is not None]
+
+
+def _row(what: str, figure: Figure | None, unit: str) -> tuple[str, str, str, str] | None:
+    if figure is None:
+        return None
+    return what, f"{figure.value:.4g} {unit}", f"{figure.spread:.0%}", str(figure.runs)
+
+
+@profile.command("diff")
+@click.argument("stage")
+@output_option
+@store_option
+def diff(stage: str, *, as_json: bool, store: Store) -> None:
+    """Compare the newest run of STAGE with the runs before it."""
+    found = _stage(store, stage)
+    if len(found.stored.runs) < 2:
+        raise SpecError(f"{found.name}: one run is measured; a second one can be compared with it")
+    newest, before = found.stored.runs[-1], merge(found.stored.runs[:-1], code=found.stored.runs[-2].code)
+    rows = _differences(newest, before)
+    if as_json:
+        names = ("what", "newest", "before", "ratio")
+        same = {"is_same_code": newest.code == found.stored.runs[-2].code}
+        echo_json(
+            {"stage": found.name, **same, "differences": [dict(zip(names, row, strict=True)) for row in rows]}
+        )
+        return
+    changed = "" if newest.code == found.stored.runs[-2].code else "; what runs has changed"
+    click.echo(f"{found.name}: {newest.run} against {before.runs} before{changed}")
+    lines = [(what, f"{new:.4g}", f"{old:.4g}", f"{ratio:.2f} x") for what, new, old, ratio in rows]
+    print_table(("WHAT", "NEWEST", "BEFORE", "RATIO"), lines)
+
+
+def _differences(newest: RunProfile, before: StageProfile) -> list[tuple[str, float, float, float]]:
+    """What both measured: its name, the newest value, the earlier median, and their ratio."""
+    pairs: list[tuple[str, float | None, Figure | None]] = [("work", newest.units, before.units)]
+    pairs += [(f"speed on {name}", one.mean, before.speeds.get(name)) for name, one in newest.speeds.items()]
+    pairs += [(f"start: {name}", one, before.start_s.get(name)) for name, one in newest.start_s.items()]
+    pairs.append(("checkpoint, s", newest.checkpoint_s, before.checkpoint_s))
+    rows = [
+        (what, new, old.value, new / old.value)
+        for what, new, old in pairs
+        if new is not None and old is not None and old.value > 0
+    ]
+    rows += [
+        (f"peak {name}", used.peak, before.usage[name].peak, used.peak / before.usage[name].peak)
+        for name, used in newest.usage.items()
+        if name in before.usage and before.usage[name].peak > 0
+    ]
+    return rows
+
+
+@profile.command("reset")
+@click.argument("stage")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@store_option
+def reset(stage: str, *, yes: bool, store: Store) -> None:
+    """Forget what the runs of STAGE measured, such as after its code or data have changed entirely."""
+    found = _stage(store, stage)
+    if not yes:
+        click.confirm(f"forget {found.name}, {len(found.stored.runs)} runs?", abort=True)
+    click.echo(f"{found.name}: forgot {reset_profiles(store, found.folder)} runs")
