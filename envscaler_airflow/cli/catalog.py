@@ -72,7 +72,9 @@ def refresh(
     cache = PriceCache(cache_dir())
     failed: list[str] = []
     asked = _asked(clouds, regions)
-    for cloud, its_regions in asked.items():
+    for place, (cloud, its_regions) in enumerate(asked.items()):
+        if place:
+            cache.compile()  # what is known counts, should the next cloud never answer
         try:
             failed += _refresh(
                 cache,
@@ -107,9 +109,10 @@ def _refresh(
     """Refresh a cloud's price lists and print the results; returns the failures."""
     failed = []
     feed = open_feed(cloud, endpoint_url=endpoint_url)
-    for region in regions:
+    for place, region in enumerate(regions):
+        if place:
+            cache.compile()  # what is known counts, should the next region never come
         price_list = cache.refresh(feed, region, clock=time.time, trust_outliers=accept_outliers)
-        cache.compile()  # what is known counts, should the next region never come
         click.echo(f"{price_list.words(time.time())}: {len(price_list.prices)} prices", err=is_quiet)
         for note in price_list.notes:
             click.echo(f"  {note}", err=is_quiet)

@@ -4,15 +4,19 @@ A run is removed in three steps, between which the process may be killed. The ev
 created at the run's next number: from then on no owner acts on the run. Then everything but the events is
 deleted, and at last the events, the lowest number first and that event last. So a run is either whole, or one
 of its events says that it is being removed, and the next call finishes that. If two calls remove the same
-run, the one that wrote the last event continues and the other leaves the run alone.
+run, the one that wrote the last event continues and the other leaves the run alone. The one that continues
+waits before it deletes the events: once they are gone a new run may take their names, and must not meet a
+delete that the other call has sent.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.images.locks import LOCK
@@ -28,6 +32,10 @@ from envscaler_airflow.store.run_store import Store
 
 log = logging.getLogger(__name__)
 
+IN_FLIGHT_S = 180.0
+"""How long a delete of another process may still take effect, seconds. Source: the S3 store's four tries of
+at most 40 s each, and the pauses between them.
+"""
 _EVENT = re.compile(r"\d{6,15}\.json")
 _DATED = (LEASE, RUN, LOCK)
 """Small files whose dates tell when an owner last acted, or when a run without events was made."""
@@ -62,6 +70,7 @@ class _Judged:
     number: int
     old: OldRun | None
     named: frozenset[str] = frozenset()
+    is_interrupted: bool = False
 
 
 def _unknown(_key: RunKey) -> None:
@@ -75,6 +84,7 @@ def prune(
     why_gone: Callable[[RunKey], str | None] = _unknown,
     applies_to: Callable[[str], bool] = lambda _prefix: True,
     dry_run: bool = False,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[OldRun]:
     """Remove each run that ended more than *older_than_s* seconds ago, or whose DAG run is gone; yield each.
 
@@ -89,6 +99,7 @@ def prune(
             its first 15 minutes; None if it can, or if that is unknown.
         applies_to: Whether a run may be removed, by its folder in the store.
         dry_run: If True, only yield the runs.
+        sleep: Waits, if the removal of a run was interrupted.
 
     Raises:
         StoreError: The store cannot be read, so that inputs of runs are unknown; a later call continues.
@@ -111,23 +122,51 @@ def prune(
     ]
     staying = [one for one in judged if one.old is None or one.old.kept or not applies_to(one.run.prefix)]
     named = {prefix: one.run.prefix for one in staying for prefix in one.named}
+    interrupted: list[_Removal] = []
     for one in judged:
         if one.old is None or not applies_to(one.run.prefix):
             continue
-        old = one.old
-        if not old.kept and (reader := named.get(old.prefix)) is not None:
-            old = replace(old, kept=f"the run {reader} names its outputs or checkpoints")
-        try:
-            old = _measured(one.run, old)
-            if not old.kept and not dry_run:
-                old = replace(old, kept=_remove(one.run, one.number, old.reason))
-        except BackendError as err:
-            log.warning("run=%s is not removed: %s", old.prefix, err)
-            faults.append(err)
-            continue
-        yield old
+        found = _tried(partial(_begin, one, one.old, named, interrupted, dry_run=dry_run), one.run, faults)
+        if found is not None:
+            yield found
+    if interrupted:
+        log.info("waits %.0f s for the last deletes of interrupted removals", IN_FLIGHT_S)
+        sleep(IN_FLIGHT_S)
+    for removal in interrupted:
+        found = _tried(removal.finish, removal.run, faults)
+        if found is not None:
+            yield found
     if faults:
         raise faults[0]
+
+
+def _tried(act: Callable[[], OldRun | None], run: Run, faults: list[BackendError]) -> OldRun | None:
+    """Return what *act* returns; None if the store fails, which goes to *faults*."""
+    try:
+        return act()
+    except BackendError as err:
+        log.warning("run=%s is not removed: %s", run.prefix, err)
+        faults.append(err)
+        return None
+
+
+def _begin(
+    one: _Judged, old: OldRun, named: Mapping[str, str], interrupted: list[_Removal], *, dry_run: bool
+) -> OldRun | None:
+    """Remove a run, or say why not; None for an interrupted removal, which *interrupted* gets."""
+    if not old.kept and (reader := named.get(old.prefix)) is not None:
+        old = replace(old, kept=f"the run {reader} names its outputs or checkpoints")
+    old = _measured(one.run, old)
+    if old.kept or dry_run:
+        return old
+    fence = one.run.events.append(one.number, PruneIntended(reason=old.reason))
+    if fence is None:
+        return replace(old, kept="it changed meanwhile")
+    removal = _Removal(one.run, old, fence)
+    if one.is_interrupted:
+        interrupted.append(removal)
+        return None
+    return removal.finish()
 
 
 def _judge(run: Run, older_than_s: float, why_gone: Callable[[RunKey], str | None]) -> _Judged:
@@ -140,7 +179,9 @@ def _judge(run: Run, older_than_s: float, why_gone: Callable[[RunKey], str | Non
     if state.status == "pruned" or (not state.number and number):
         is_ours = state.status == "pruned" or _is_begun(run, number)
         kept = "" if is_ours else "its first events are missing; remove its folder by hand if nothing runs"
-        return _Judged(run, number, OldRun(run.prefix, "its removal was interrupted", kept))
+        return _Judged(
+            run, number, OldRun(run.prefix, "its removal was interrupted", kept), is_interrupted=True
+        )
     age_s = _age_s(run, number)
     reason = _why_old(run, state, age_s, older_than_s, why_gone)
     old = None if reason is None else OldRun(run.prefix, reason, _why_kept(state))
@@ -228,22 +269,28 @@ class _OvertakenError(Exception):
     """Another process removes the run, or has removed it."""
 
 
-def _remove(run: Run, number: int, reason: str) -> str:
-    """Remove the run whose last event is *number*; return why it is left alone, "" if it is removed."""
-    fence = run.events.append(number, PruneIntended(reason=reason))
-    if fence is None:
-        return "it changed meanwhile"
-    try:
-        for child in run.children(""):
-            if child != FOLDER:
-                _check(run, fence)
-                run.delete(child)
-                run.delete_tree(child)
-        _remove_events(run, fence)
-    except _OvertakenError:
-        return "another process removes it"
-    log.info("run=%s removed: %s", run.prefix, reason)
-    return ""
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """A removal that *fence*, the run's last event, has begun."""
+
+    run: Run
+    old: OldRun
+    fence: Event
+
+    def finish(self) -> OldRun:
+        """Delete everything, unless another process does."""
+        run = self.run
+        try:
+            for child in run.children(""):
+                if child != FOLDER:
+                    _check(run, self.fence)
+                    run.delete(child)
+                    run.delete_tree(child)
+            _remove_events(run, self.fence)
+        except _OvertakenError:
+            return replace(self.old, kept="another process removes it")
+        log.info("run=%s removed: %s", run.prefix, self.old.reason)
+        return self.old
 
 
 def _remove_events(run: Run, fence: Event) -> None:

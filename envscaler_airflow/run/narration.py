@@ -184,7 +184,7 @@ def _attempt_words(  # noqa: C901 - one case for each event
     match body:
         case bodies.AttemptIntended():
             attempt = AttemptState(body.generation, body.attempt, body.allocation)
-            return f"{whereabouts(attempt)}: {body.reason}"
+            return f"{whereabouts(attempt)}: {_why_begun(body, state)}"
         case bodies.AttemptStarted():
             namespace = body.handle.details.get("namespace")
             return f"{name} runs as {f'{namespace}/' if namespace else ''}{body.handle.name}"
@@ -208,6 +208,14 @@ def _attempt_words(  # noqa: C901 - one case for each event
             return f"{name} has {_name(body.target)}{step}, without a restart"
         case bodies.ChangeUndone():
             return f"{name} is unchanged: {body.reason}"
+
+
+def _why_begun(body: bodies.AttemptIntended, state: RunState) -> str:
+    """Return why the attempt begins, without the detail that the line of the end before it contains."""
+    key = (body.generation, body.attempt - 1)
+    before = next((one for one in state.attempts if one.key == key), None)
+    detail = None if before is None else before.end.detail
+    return body.reason.removesuffix(f" ({detail})") if detail else body.reason
 
 
 def _end_words(body: bodies.AttemptEnded, state: RunState) -> str:

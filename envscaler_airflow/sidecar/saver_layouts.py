@@ -45,9 +45,10 @@ _RANDOM_STATES = re.compile(r"(?:.*/)?random_states_\d+\.pkl\Z")
 _SHARD = re.compile(r"((?:.*/)?)(?:[^/]*\.distcp|\.metadata)\Z")
 _DEEPSPEED = re.compile(r"((?:.*/)?)([^/]+)/[^/]*_(?:model|optim)_states\.pt\Z")
 _SAVE_FOLDER = re.compile(
-    r"((?:.*/)?(?:(?:global[-_]?)?(?:step|iter|iteration|epoch|ckpt|checkpoint|snapshot|save)[-_=]?\d+|\d+))/.+\Z",
+    r"(?:(?:global[-_]?)?(?:step|iter|iteration|epoch|ckpt|checkpoint|snapshot|save)[-_=]?\d+|\d+)",
     re.IGNORECASE,
 )
+"""Name of a folder, matched part by part: a path may have thousands of them."""
 _STEP = re.compile(
     r"(?:[^/]*(?<![A-Za-z])(?:step|iter|iteration)s?[-_=]?(\d+)(?!\d)[^/]*|checkpoint-(\d+))\Z", re.IGNORECASE
 )
@@ -392,8 +393,8 @@ def _save_folders(files: Sequence[TreeFile]) -> Iterator[Unit]:
 
 
 def _outermost_save(path: str) -> str | None:
-    parts = path.split("/")
-    for count in range(1, len(parts)):
-        if _SAVE_FOLDER.match("/".join(parts[:count]) + "/x") and not is_temporary("/".join(parts[:count])):
-            return "/".join(parts[:count])
+    *folders, _ = path.split("/")
+    for count, name in enumerate(folders, start=1):
+        if _SAVE_FOLDER.fullmatch(name):
+            return "/".join(folders[:count])
     return None

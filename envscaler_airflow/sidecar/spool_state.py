@@ -166,6 +166,10 @@ class State:
 
 _STATE = TypeAdapter(State)
 _DONE = ".done"
+MOST_DONE = 256
+"""Marks of done checkpoints that are kept, the newest. Chosen: a training that restarts on this node begins
+from a newer one. Without its mark, a repeated save costs its time and is found in the store.
+"""
 
 
 class Spool(spool.Spool):
@@ -353,6 +357,14 @@ class Spool(spool.Spool):
     def done(self, name: str) -> Path:
         """Mark checkpoint *name* as done: in the store with its manifest, or abandoned for good."""
         return self.checkpoints / f"{name}{_DONE}"
+
+    def forget_done(self, who: AttemptNode) -> None:
+        """Remove old marks of done checkpoints of this attempt, if only the marks are left."""
+        waiting = set(self.saved(who))
+        done = [name for name in self.saved(who, with_done=True) if name not in waiting]
+        for name in done[:-MOST_DONE]:
+            if not (self.checkpoints / name).exists():
+                self.remove(self.done(name))
 
     def _read(self, path: Path) -> bytes | None:
         try:

@@ -473,6 +473,7 @@ class Checkpoints:
                 with contextlib.suppress(OSError):
                     spool.remove(path)
                 spool.remove(facts)
+        spool.forget_done(self._context.who)
 
     def _prune(self) -> None:
         context = self._context

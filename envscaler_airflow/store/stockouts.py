@@ -52,7 +52,7 @@ def stockouts(store: Store, *, now: float) -> list[StockOut]:
         StoreError: The store cannot be read.
     """
     found = []
-    for name in store.names(FOLDER):
+    for name in (f"{FOLDER}/{child}" for child in store.children(FOLDER)):
         item = _read(store, name)
         if item is None:
             continue

@@ -290,7 +290,6 @@ def layout_of(
                 | ({"index": f"{INDEX}/{key}.json"} if cache and (key := cache_key(volume)) else {})
                 for volume in copied
             ],
-            "command": list(launch.command),
             "store_options": dict(store_options),
             "private_folder": OWN,
         }

@@ -315,6 +315,22 @@ def test_a_refresh_that_is_killed_keeps_what_it_had(cache, monkeypatch):
     assert [price_list["region"] for price_list in index["price_lists"]] == ["us-east-1"]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_catalog_is_built_once_for_each_region(cache, monkeypatch, count):
+    """It was built a second time at the end."""
+    built, real = [], PriceCache.compile
+    monkeypatch.setattr(PriceCache, "compile", lambda self: built.append(None) or real(self))
+    monkeypatch.setattr("envscaler_airflow.cli.catalog.open_feed", lambda *_, **__: Feed())
+    regions = [
+        word for name in ("us-east-1", "us-west-2", "eu-west-1")[:count] for word in ("--region", name)
+    ]
+
+    done = CliRunner().invoke(main, ["catalog", "refresh", "--cloud", "aws", *regions])
+
+    assert done.exit_code == 0, done.output
+    assert len(built) == count
+
+
 @pytest.mark.parametrize(
     ("clouds", "regions", "asked"),
     [

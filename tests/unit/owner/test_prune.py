@@ -82,7 +82,7 @@ def age(store, below, days):
 
 def removed(store, **more):
     """Names of the DAG runs whose run is removed, and why others are kept."""
-    found = list(prune(store, older_than_s=MONTH_S, **more))
+    found = list(prune(store, older_than_s=MONTH_S, **({"sleep": lambda _s: None} | more)))
     return {one.prefix.split("/")[2]: one.kept for one in found}
 
 
@@ -263,6 +263,35 @@ class Dying(StoreView):
         return self._pass(lambda: self.store.delete_tree(prefix))
 
 
+class Sending(Dying):
+    """A store whose process is killed after it sent a delete, which takes effect only later."""
+
+    def delete(self, name):
+        """Send it, and die with the one of an event."""
+        if name.endswith("/events/000001.json"):
+            self.lands = lambda: self.store.delete(name)
+            raise _Killed
+        return self.store.delete(name)
+
+
+def test_a_delete_in_flight_meets_no_new_run_of_the_same_name(store):
+    """The next call waits for the deletes of the killed one before it frees the names, once for all runs."""
+    make(store)
+    make(store, replace(KEY, run_id="other"))
+    sending = Sending(store, 0, after=False)
+    with pytest.raises(_Killed):
+        removed(sending)
+    waits = []
+
+    def sleep(seconds):
+        waits.append((seconds, len(store.children(f"{KEY.prefix}/events")) > 0))
+        sending.lands()
+
+    assert removed(store, sleep=sleep) == {"other": "", "old": ""}
+    assert waits == [(module.IN_FLIGHT_S, True)]
+    assert store.names("") == []
+
+
 def owner_of(store, actor=FIRST):
     """An owner that wants to begin or to go on; it has no machines."""
     return Owner(run=Run(store, KEY), backend=None, actor=actor, stage=Stage(None, "train.yaml"))
@@ -303,7 +332,7 @@ def test_a_call_that_is_overtaken_leaves_the_run_alone(store, monkeypatch):
     def check(run, fence):
         if not found:
             found.append(None)
-            found.extend(prune(FileStore(store.root), older_than_s=MONTH_S))
+            found.extend(prune(FileStore(store.root), older_than_s=MONTH_S, sleep=lambda _s: None))
             new = Run(store, KEY)
             new.events.append(0, NewGeneration(generation=1, spec_hash="B"), actor=FIRST)
         real(run, fence)

@@ -4,6 +4,7 @@ import pytest
 
 from envscaler_agent import saving
 from envscaler_agent.protocol import Control, ManifestFile, Status, control_name, status_name
+from envscaler_airflow.sidecar import spool_state
 from envscaler_airflow.sidecar.context import WorkInterruptedError
 from envscaler_airflow.sidecar.loop import compose
 from envscaler_airflow.sidecar.restore import restore
@@ -68,6 +69,33 @@ def test_the_newest_local_save_stays_until_the_next_is_done(bench):
     assert not (bench.spool.checkpoints / NAME).exists()
     assert bench.spool.done(NAME).exists()
     assert bench.state.checkpoints == 2
+
+
+def test_marks_of_old_checkpoints_are_removed(bench, monkeypatch):
+    """Four checkpoints, two marks: the training never saves the first two again."""
+    monkeypatch.setattr(spool_state, "MOST_DONE", 2)
+    checkpoints = Checkpoints(bench.context, 3)
+    names = [f"g1-step-00000{step}-a2" for step in (100, 200, 300, 400)]
+    for number, name in enumerate(names, start=1):
+        bench.session_saves(name, step=100 * number)
+        checkpoints.step()
+
+    assert [name for name in names if bench.spool.done(name).exists()] == names[2:]
+    assert bench.state.checkpoints == 4
+
+
+def test_a_save_made_again_without_its_mark_is_found_in_the_store(bench, store):
+    """It is not uploaded a second time."""
+    checkpoints = Checkpoints(bench.context, 3)
+    bench.session_saves(NAME, step=300)
+    checkpoints.step()
+    bench.spool.remove(bench.spool.done(NAME))
+    uploads = len(store.puts)
+
+    assert checkpoints.step()
+
+    assert len(store.puts) == uploads
+    assert bench.spool.done(NAME).exists()
 
 
 def test_a_save_that_is_going_on_is_not_touched(bench, store):

@@ -306,7 +306,7 @@ def test_what_no_pod_can_have_is_refused_with_what_to_write(spec, words):
 
 def test_a_layout_over_a_megabyte_is_refused():
     """A ConfigMap cannot be larger."""
-    request = request_for(command=("x" * 1_100_000,))
+    request = request_for(store_options={"endpoint_url": "x" * 1_100_000})
 
     with pytest.raises(SpecError, match="a ConfigMap can have at most 1000000"):
         render_attempt(request, Settings())
