@@ -77,11 +77,14 @@ def final_usage(backend: Backend, attempt: AttemptState) -> tuple[UsageInterval,
 
 
 def may_be_held(attempt: AttemptState) -> bool:
-    """Return True for an ended attempt whose machines may still run, so that its bill may still be open."""
-    if attempt.is_live or not attempt.unreleased:
+    """Return True for an ended attempt whose machines may still run, so that its bill may still be open.
+
+    An open interval means that too: the owner may have died before it recorded that the release failed.
+    """
+    if attempt.is_live or attempt.released_at is not None:
         return False
     rows = attempt.end.usage
-    return rows is None or any(end is None for _, _, end in rows)
+    return bool(attempt.unreleased) if rows is None else any(end is None for _, _, end in rows)
 
 
 def billed(usage: Iterable[UsageInterval] | None) -> tuple[Billed, ...] | None:

@@ -354,7 +354,8 @@ class Releaser:
             is_last = attempt is state.attempts[-1]
             if attempt.is_live or attempt.handle is None or attempt.released_at is not None:
                 continue
-            if attempt.key not in self._tried and (attempt.unreleased or is_last):
+            is_due = is_last or attempt.unreleased or facts.may_be_held(attempt)
+            if attempt.key not in self._tried and is_due:
                 self._tried.add(attempt.key)
                 return self.release_all(self._release(state, attempt, attempt.handle))
         return state
@@ -385,7 +386,7 @@ class Releaser:
             if err.transient:
                 self._waits[attempt.key] = why
         if not why:
-            is_news = attempt.unreleased or bill.usage is not None
+            is_news = attempt.unreleased or bill.usage is not None or facts.may_be_held(attempt)
             return self._owned.append(state, bill) if is_news else state
         log.warning("attempt %d is not released, and is tried again: %s", attempt.number, why)
         if attempt.unreleased:

@@ -81,8 +81,8 @@ MUTATIONS = {
     ),
     "release-not-repeated": Mutation(
         "envscaler_airflow.owner.owner",
-        "if attempt.key not in self._tried and (attempt.unreleased or is_last):",
-        "if attempt.key not in self._tried and not attempt.unreleased and is_last:",
+        "if attempt.key not in self._tried and is_due:",
+        "if attempt.key not in self._tried and is_last and not attempt.unreleased:",
     ),
 }
 """By name. Source: the faults that a simulation of the protocol must be able to find, one of each kind."""

@@ -189,3 +189,27 @@ def test_a_bill_that_the_provider_did_not_report_at_the_end_is_read_at_the_relea
 
     assert (early.end.usd, early.unreleased) == (None, "the API server does not answer")
     assert (late.end.usd, late.unreleased) == (pytest.approx(PRICE), "")
+
+
+def test_a_bill_that_was_open_at_the_end_is_read_again_by_the_execution_after_a_death(world):
+    """The owner dies before it records that the lost machine is not released; that ends in half an hour."""
+    lives = {"calls": 0, "dies_at": 0, "after": True}
+    owner = world.owner(lives=lives)
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+    world.clock.advance(3600)
+    handle = world.handle
+    world.backend.hide(handle)
+    lives["dies_at"] = lives["calls"] + 1
+    with pytest.raises(world.killed):
+        owner.resume(Wake("silent", silent_s=LOST_AFTER_S + 1))
+    early, last = world.state.attempts[0], types(world)[-1]
+    world.clock.advance(1800)
+    world.backend.show(handle)
+    world.backend.lose(handle)
+
+    world.owner().enter()
+
+    assert (last, early.outcome) == ("attempt-ended", "lost")
+    assert early.end.usd == pytest.approx(PRICE)
+    assert world.state.attempts[0].end.usd == pytest.approx(1.5 * PRICE)
