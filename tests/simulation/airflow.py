@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk.bases.operator import TRIGGER_FAIL_REPR, TriggerFailureReason
 
 from envscaler_airflow.store.keys import RunKey
+from tests.simulation import clocks
 from tests.simulation.kernel import Actor, Machine, World
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class SimAirflow:
         self.dag_file = tmp / "dag.py"
         names = ("scheduler", "worker-a", "worker-b", "triggerer-a", "triggerer-b")
         machines = [Machine(name, skew_s) for name, skew_s in zip(names, setup.skews_s, strict=True)]
+        clocks.go_wrong(world, machines[1:])
         self.machine = machines[0]
         self.tis: dict[str, TaskInstance] = {}
         self.kept: dict[str, str] = {}
@@ -165,6 +167,7 @@ class SimAirflow:
     def is_over(self) -> bool:
         """True once every task has for some time been in a state that it leaves only by a clear."""
         is_over = bool(self.tis) and all(ti.state in OVER for ti in self.tis.values())
+        is_over = is_over and not self.people.plans
         return is_over and self.world.now >= self.changed_at + self.setup.lingers_s
 
     def states(self, task_id: str) -> dict[str, str | None]:

@@ -77,6 +77,7 @@ class Node:
         is_doomed: It is killed as soon as it is reached again.
         has_no_machine: It waits for capacity.
         life: What runs on it; None before.
+        frozen_s: Seconds that it stood still.
     """
 
     attempt: Attempt
@@ -95,6 +96,7 @@ class Node:
     is_doomed: bool = False
     has_no_machine: bool = False
     life: Life | None = None
+    frozen_s: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -344,12 +346,23 @@ class SimCloud:
         """Cut the machine off: neither cloud nor store reach it; it runs on and comes back."""
         if node.is_over or node.life is None:
             return
-        world = self.world
-        world.note(f"{node.name} is cut off for {seconds:.0f} s", who="cloud")
-        node.silent_from, node.silent_until = world.now, world.now + seconds
-        if world.stream("fates").random() < 0.7:  # else only the cloud does not reach it
+        self.world.note(f"{node.name} is cut off for {seconds:.0f} s", who="cloud")
+        if self.world.stream("fates").random() < 0.7:  # else only the cloud does not reach it
             node.life.cut_off(seconds)
+        self.silence(node, seconds)
+
+    def silence(self, node: Node, seconds: float) -> None:
+        """Let the cloud not reach the machine for *seconds*."""
+        now = self.world.now
+        node.silent_from = node.silent_from if self.is_silent(node) else now
+        node.silent_until = max(node.silent_until, now + seconds)
         self.later(seconds, lambda: self._reached(node), f"return of {node.name}")
+
+    def reach(self, node: Node, *, after_s: float) -> None:
+        """Let the cloud reach the machine in *after_s* seconds, if not before."""
+        if node.silent_until > self.world.now + after_s:
+            node.silent_until = self.world.now + after_s
+            self.later(after_s, lambda: self._reached(node), f"return of {node.name}")
 
     def _reached(self, node: Node) -> None:
         if node.is_doomed and self.world.now >= node.silent_until:

@@ -6,24 +6,25 @@ Nothing here decides by the project's own rules: each invariant is worked out ag
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 
 from envscaler_agent.errors import ProtocolError
 from envscaler_agent.protocol import Control, parse_checkpoint_name
-from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.owner.reap import YOUNG_S
-from envscaler_airflow.planning.billing import UNKNOWN_TARIFF
-from envscaler_airflow.run import AttemptState, Event, RunState, fold, outcome_of
+from envscaler_airflow.run import Event, RunState, fold, outcome_of
 from envscaler_airflow.run import event_bodies as bodies
-from envscaler_airflow.run.recovery import WORTH_A_START
+from envscaler_airflow.store.checkpoints import NEVER_DELETED
 from envscaler_airflow.store.clock import STEP_S
 from envscaler_airflow.store.run import Run
 from tests.simulation.cloud import Node, SimCloud
 from tests.simulation.coverage import pair_of
+from tests.simulation.freeze import MOST_S
 from tests.simulation.kernel import PAUSE_S, Machine, Violation, World
+from tests.simulation.ledger import Ledger, age_of, fail, key_of, nodes_of, order_of
+from tests.simulation.money import Money
 from tests.simulation.store import Effect, SimClient, SimStore
 
 MOST_RENEWALS = 45
@@ -44,42 +45,6 @@ _SPEC = re.compile(r".+/spec-[0-9a-f]+\.json\Z")
 _OUTPUT = re.compile(r".+/outputs/g(\d+)-a(\d+)-c(\d+)/")
 
 
-def fail(name: str, what: str) -> None:
-    """Raise that the invariant *name* does not hold."""
-    raise Violation(f"{name}: {what}")
-
-
-@dataclass
-class Ledger:
-    """What is known of one run.
-
-    Attributes:
-        prefix: Its folder.
-        state: Fold of its events.
-        stop, clear: Numbers of the last stop request and of the last clear.
-        started, ended: True times of the attempts' events, by key.
-        over_at: True time at which the run ended; None while it goes on.
-        manifests: True time of the first manifest of each checkpoint in the store, by name.
-        candidates: What each attempt was promised, by key.
-        fenced: True time of the first control of each attempt, by key.
-        claims: Newest claim of each node of an attempt.
-    """
-
-    prefix: str
-    state: RunState = field(default_factory=RunState)
-    stop: int = 0
-    clear: int = 0
-    started: dict[tuple[int, int], float] = field(default_factory=dict)
-    ended: dict[tuple[int, int], float] = field(default_factory=dict)
-    over_at: float | None = None
-    manifests: dict[str, float] = field(default_factory=dict)
-    present: set[str] = field(default_factory=set)
-    candidates: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    fenced: dict[tuple[int, int], float] = field(default_factory=dict)
-    claims: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    newest_at_end: dict[tuple[int, int], str] = field(default_factory=dict)
-
-
 class Invariants:
     """Watches a world; raises :class:`Violation` in the actor whose effect breaks one.
 
@@ -92,6 +57,7 @@ class Invariants:
     def __init__(self, world: World, store: SimStore, cloud: SimCloud, *, reap_every_s: float) -> None:
         """Watch from now on; orphans are reaped every *reap_every_s* seconds."""
         self.world, self.store, self.cloud = world, store, cloud
+        self.money = Money(world, cloud)
         self._reap_every_s = reap_every_s
         self.ledgers: dict[str, Ledger] = {}
         self._writers: dict[str, str] = {}
@@ -200,6 +166,8 @@ class Invariants:
         acts = isinstance(body, bodies.OfAttempt | bodies.Succeeded | bodies.Failed | bodies.Stopped)
         if acts and (event.actor is None or not event.actor.is_try_of(state.owner)):
             fail("one-owner", f"event {event.number} {event.type} is of {event.actor}, not of the owner")
+        if isinstance(body, bodies.AttemptStopping) and body.stop_reason == "budget":
+            self.money.check_stop(ledger)
         if isinstance(body, bodies.Succeeded):
             self._check_success(ledger, body)
         if isinstance(body, bodies.NewGeneration):
@@ -218,6 +186,11 @@ class Invariants:
         is_taken = fold([event], state).cleared_number == event.number
         if is_true and None in (state.owner.life, event.actor.life):
             return  # one whose life cannot be read counts as a retry if its try number is higher: DESIGN
+        if is_true and state.accepted and isinstance(event.body, bodies.NewOwner):
+            fail(
+                "accepted",
+                f"event {event.number} of {event.actor} delivers again what was accepted and cleared",
+            )
         if is_taken != is_true:
             words = "a retry is taken for a clear" if is_taken else "a clear is taken for a retry"
             fail(
@@ -259,6 +232,8 @@ class Invariants:
             if state.cleared_number == event.number:
                 ledger.clear = event.number
                 ledger.over_at = None
+        elif isinstance(body, bodies.AttemptIntended):
+            ledger.intended[body.generation, body.attempt] = now
         elif isinstance(body, bodies.AttemptStarted):
             ledger.started[body.generation, body.attempt] = now
             self._check_candidates(ledger, (body.generation, body.attempt))
@@ -290,6 +265,7 @@ class Invariants:
             writer = self._writers.setdefault(f"{effect.name}", effect.machine.name)
             if writer != effect.machine.name:
                 fail("one-claim", f"{effect.name} is written by {effect.machine.name} and by {writer}")
+            self._note_overtaken(ledger, name, claim)
             ledger.manifests.setdefault(name, self.world.now)
             ledger.present.add(name)
             return
@@ -298,6 +274,16 @@ class Invariants:
         ledger.present.discard(name)
         node = self.cloud.by_machine.get(effect.machine.name)
         self._check_deletion(ledger, name, node)
+
+    def _note_overtaken(self, ledger: Ledger, name: str, claim: int) -> None:
+        """Note a manifest that may be void: another pod or a later attempt had taken over."""
+        generation, _, attempt = parse_checkpoint_name(name) or (0, 0, 0)
+        is_replaced = claim < ledger.claims.get((generation, attempt, 0), 0)
+        if is_replaced or any((generation, attempt) < one and one[0] == generation for one in ledger.fenced):
+            if name not in ledger.present:
+                ledger.overtaken.add(name)
+        else:
+            ledger.overtaken.discard(name)
 
     def _check_deletion(self, ledger: Ledger, name: str, node: Node | None) -> None:
         key, actor = parse_checkpoint_name(name), self.world.current
@@ -308,13 +294,18 @@ class Invariants:
             return
         mine = (node.attempt.request.generation, node.attempt.request.attempt)
         for other, promised in ledger.candidates.items():
-            if name in promised and other > mine and other not in ledger.ended:
+            there = [one for one in promised if one == name or one in ledger.present]
+            if name in there[:NEVER_DELETED] and other > mine and other not in ledger.ended:
                 fail("kept", f"{name}, which attempt {other} was promised, was deleted by {node.name}")
         newest = max(
-            (found for one in (*ledger.present, name) if (found := _order(one)) and found[0] == key[0]),
+            (
+                found
+                for one in {*ledger.present, name} - ledger.overtaken
+                if (found := order_of(one)) and found[0] == key[0]
+            ),
             default=None,
         )
-        if newest == _order(name) and mine[0] == key[0]:
+        if newest == order_of(name) and mine[0] == key[0]:
             fail("kept", f"{name}, the newest checkpoint, was deleted by {node.name}")
 
     def _check_candidates(self, ledger: Ledger, key: tuple[int, int]) -> None:
@@ -325,22 +316,20 @@ class Invariants:
             return
         there = [
             name
-            for name in ledger.present
-            if self._counts(ledger, name, key) and ledger.manifests[name] < fenced
+            for name in ledger.present - ledger.overtaken
+            if (order := order_of(name))
+            and order[0] == key[0]
+            and order[1] < key[1]
+            and ledger.manifests[name] < fenced
         ]
-        newest = max(there, key=lambda one: _order(one) or (), default=None)
+        newest = max(there, key=lambda one: order_of(one) or (), default=None)
         if newest is not None and newest not in promised:
             fail("candidates", f"attempt {key} may not start from {newest}, the newest; from {promised[:3]}")
 
-    def _counts(self, ledger: Ledger, name: str, key: tuple[int, int]) -> bool:
-        """True for a checkpoint of an earlier attempt of *key*, published while that was the newest."""
-        generation, _, attempt = parse_checkpoint_name(name) or (0, 0, 0)
-        later = (at for one, at in ledger.started.items() if (generation, attempt) < one < key)
-        return generation == key[0] and attempt < key[1] and ledger.manifests[name] < min(later, default=1e99)
-
     def _newest(self, ledger: Ledger, generation: int) -> str | None:
-        found = [one for one in ledger.present if (parse_checkpoint_name(one) or (0,))[0] == generation]
-        return max(found, key=lambda one: _order(one) or (), default=None)
+        there = ledger.present - ledger.overtaken
+        found = [one for one in there if (parse_checkpoint_name(one) or (0,))[0] == generation]
+        return max(found, key=lambda one: order_of(one) or (), default=None)
 
     # Reads
 
@@ -369,9 +358,7 @@ class Invariants:
             self._check_restores(ledger)
             self._check_overlaps(ledger)
             self._check_machines(ledger)
-            self._check_money(ledger)
-            self._check_released(ledger)
-            self._check_budget(ledger)
+            self.money.check(ledger)
             self._check_blame(ledger)
         for attempt in self.cloud.attempts.values():
             if not attempt.is_over:
@@ -385,7 +372,7 @@ class Invariants:
         row, last = outcome_of(ledger.state.failure), ledger.state.current
         if row.name == "setup-failed" and last is not None and last.key == (1, 1):
             return
-        if row.name == "deadline-exceeded" and self._is_spent(ledger):
+        if row.name == "deadline-exceeded" and self.money.is_spent(ledger):
             return  # the machines end themselves when their part of the budget is spent
         is_blamed = ledger.state.status == "failed" and row.kind == "end" and row.caused_by == "user"
         if is_blamed and not any(fault.startswith(OF_THE_STAGE) for fault in self.world.struck):
@@ -398,12 +385,9 @@ class Invariants:
         if found.to_dict() != ledger.state.to_dict():
             fail("fold", f"two readers of {ledger.prefix} disagree after event {found.number}")
 
-    def _nodes(self, ledger: Ledger) -> Iterator[Node]:
-        return (node for node in self.cloud.nodes if node.attempt.request.run_prefix == ledger.prefix)
-
     def _check_restores(self, ledger: Ledger) -> None:
         """What an older attempt saves after a newer one began is void."""
-        for node in self._nodes(ledger):
+        for node in nodes_of(self.cloud, ledger):
             mine = (node.attempt.request.generation, node.attempt.request.attempt)
             for at, *_, name in getattr(node.life, "restores", ()):
                 key = parse_checkpoint_name(name)
@@ -443,12 +427,12 @@ class Invariants:
     def _check_overlaps(self, ledger: Ledger) -> None:
         spans = [
             (node, start, end if end is not None else self.world.now)
-            for node in self._nodes(ledger)
+            for node in nodes_of(self.cloud, ledger)
             for start, end in getattr(node.life, "spans", ())
         ]
         for one, other in combinations(sorted(spans, key=lambda item: item[1]), 2):
-            older, newer = sorted((one, other), key=lambda item: _age(item[0]))
-            mine, theirs = _key(older[0]), _key(newer[0])
+            older, newer = sorted((one, other), key=lambda item: age_of(item[0]))
+            mine, theirs = key_of(older[0]), key_of(newer[0])
             if mine == theirs and (older[0].node != newer[0].node or older[0] is newer[0]):
                 continue
             if older[2] > newer[1] and newer[2] > older[1]:
@@ -459,7 +443,7 @@ class Invariants:
     ) -> None:
         node, _, until = older
         self.world.counts["overlaps"] += 1
-        given_up = node.given_up_at if _key(node) == _key(newer[0]) else ledger.ended.get(_key(node))
+        given_up = node.given_up_at if key_of(node) == key_of(newer[0]) else ledger.ended.get(key_of(node))
         words = f"{node.name} trained beside {newer[0].name} for {until - newer[1]:.0f} s"
         if given_up is None:
             fail("overlap", f"{words}; nothing gave it up")
@@ -473,105 +457,17 @@ class Invariants:
     @property
     def _pause_s(self) -> float:
         """Longest time that a process of a machine may stand still."""
-        return PAUSE_S[1] if "pause-sidecar" in self.world.rates else 0.0
+        frozen_s = MOST_S if self.world.rates.keys() & {"freeze", "freeze-save"} else 0.0
+        return max(frozen_s, PAUSE_S[1] if "pause-sidecar" in self.world.rates else 0.0)
 
     def _check_machines(self, ledger: Ledger) -> None:
         if ledger.over_at is None:
             return
         most_s = YOUNG_S + self._reap_every_s + 2 * 3600.0
-        for node in self._nodes(ledger):
+        for node in nodes_of(self.cloud, ledger):
             end = self.world.now if node.ended_at is None else node.ended_at
             if end > max(ledger.over_at, self.world.faults_ended_at or 0.0) + most_s:
                 fail("machines-end", f"{node.name} ran {end - ledger.over_at:.0f} s longer than its run")
-
-    # Money
-
-    def _true_usd(self, nodes: list[Node], *, until: Mapping[tuple[int, int], float] | None = None) -> float:
-        """What the machines cost; of silent ones only what they cost *until* their attempts ended."""
-        total = 0.0
-        for node in nodes:
-            billing = tariffs().get(node.offer.cloud, UNKNOWN_TARIFF).billing
-            held = node.held_s(self.world.now)
-            ended = (until or {}).get(_key(node))
-            if ended is not None and node.began_at is not None and node.was_silent(ended):
-                held = min(held, max(0.0, ended - node.began_at))
-            if held:
-                seconds = held if billing is None else billing.billed_s(held)
-                total += seconds / 3600.0 * (node.offer.usd_per_hour or 0.0)
-        return total
-
-    def _granule_usd(self, node: Node) -> float:
-        """What whole seconds may change: two of them, or the least charge of a machine that ran for less."""
-        billing = tariffs().get(node.offer.cloud, UNKNOWN_TARIFF).billing
-        is_short = billing is not None and node.held_s(self.world.now) < 2.0
-        seconds = billing.minimum_s if is_short and billing is not None else 2.0
-        return max(2.0, seconds) * (node.offer.usd_per_hour or 0.0) / 3600.0
-
-    def _by_attempt(self, ledger: Ledger) -> dict[tuple[int, int], list[Node]]:
-        found: dict[tuple[int, int], list[Node]] = defaultdict(list)
-        for node in self._nodes(ledger):
-            found[_key(node)].append(node)
-        return found
-
-    def _has_billed_time(self, node: Node) -> bool:
-        """True if the cloud's bill, in whole seconds, shows any."""
-        interval = self.cloud.interval(node)
-        return interval is not None and (interval.end is None or interval.end > interval.start)
-
-    def _is_spent(self, ledger: Ledger) -> bool:
-        """True if no further attempt is worth its start."""
-        budget = ledger.state.begun.budget_usd
-        spent = self._true_usd(list(self._nodes(ledger)))
-        return budget is not None and spent >= (1.0 - WORTH_A_START) * budget
-
-    def _check_money(self, ledger: Ledger) -> None:
-        by_attempt = self._by_attempt(ledger)
-        for attempt in ledger.state.attempts:
-            nodes = by_attempt.get(attempt.key, [])
-            true, told = self._true_usd(nodes), attempt.end.usd
-            if attempt.is_live or attempt.handle is None:  # one that was not known to start is reaped
-                continue
-            if told is None and (attempt.unreleased or not any(map(self._has_billed_time, nodes))):
-                continue  # no answer in time, or a bill as of deleted machines: the report says unknown
-            if told is None:
-                fail("money", f"attempt {attempt.key} ({attempt.outcome}) has no bill, it cost ${true:.4f}")
-                continue
-            granule = sum(self._granule_usd(node) for node in nodes) + 1e-6
-            is_least = attempt.end.usage_is_lower_bound or attempt.unreleased
-            if told > true + granule or (told < true - granule and not is_least):
-                fail(
-                    "money",
-                    f"attempt {attempt.key} ({attempt.outcome}) is reported with ${told:.4f}, its machines "
-                    f"cost ${true:.4f}",
-                )
-
-    def _check_released(self, ledger: Ledger) -> None:
-        """Each execution repeats a release that failed."""
-        over, by_attempt = ledger.over_at, self._by_attempt(ledger)
-        if over is None or any(start < over and end > over - 1200.0 for start, end in self.cloud.away):
-            return
-        for attempt in ledger.state.attempts if ledger.state.number else ():
-            had_tries = ledger.ended.get(attempt.key, over) < over - 3600.0
-            nodes = by_attempt.get(attempt.key, [])
-            is_gone = all(one.is_over and (one.ended_at or 0.0) < over - 3600.0 for one in nodes)
-            if attempt.unreleased and attempt.released_at is None and is_gone and had_tries:
-                fail("released", f"attempt {attempt.key} was never released: {attempt.unreleased}")
-
-    def _check_budget(self, ledger: Ledger) -> None:
-        budget = ledger.state.begun.budget_usd
-        if budget is None:
-            return
-        by_attempt = self._by_attempt(ledger)
-        attempts = ledger.state.attempts_of(ledger.state.generation)
-        known = (attempt for attempt in attempts if attempt.handle is not None)
-        nodes = [node for attempt in known for node in by_attempt.get(attempt.key, [])]
-        # A machine that nobody can reach costs on after it was declared lost: its own deadline ends it.
-        spent = self._true_usd(nodes, until=ledger.ended)
-        least = max((_minimum_usd(attempt) for attempt in attempts), default=0.0)
-        for node in nodes:
-            self.world.note(f"{node.name} cost ${self._true_usd([node]):.4f}", who="bill")
-        if spent > budget + max(0.02 * budget, least):
-            fail("budget", f"${spent:.4f} were spent of ${budget:.4f}")
 
 
 def _brief(event: Event) -> str:
@@ -579,22 +475,3 @@ def _brief(event: Event) -> str:
     names = ("generation", "attempt", "outcome", "usd", "stop_reason", "request", "reason", "detail")
     found = ((name, getattr(event.body, name, None)) for name in names)
     return "".join(f" {name}={value!s:.90}" for name, value in found if value not in (None, ""))
-
-
-def _minimum_usd(attempt: AttemptState) -> float:
-    billing = tariffs().get(attempt.allocation.offer.cloud, UNKNOWN_TARIFF).billing
-    least_s = 0.0 if billing is None else max(billing.minimum_s, billing.unit_s)
-    return (attempt.allocation.usd_per_hour or 0.0) * least_s / 3600.0
-
-
-def _order(name: str) -> tuple[int, int, int] | None:
-    key = parse_checkpoint_name(name)
-    return None if key is None else (key[0], key[2], key[1])
-
-
-def _key(node: Node) -> tuple[int, int]:
-    return node.attempt.request.generation, node.attempt.request.attempt
-
-
-def _age(node: Node) -> tuple[int, int, int]:
-    return (*_key(node), node.number)

@@ -41,11 +41,13 @@ class Machine:
         name: For the timeline.
         skew_s: What its wall clock is ahead of the true time, seconds.
         booted_at: True time of its boot, seconds since the epoch; its monotonic clock begins there.
+        is_halted: No actor on it goes on; its clocks do. :meth:`World.go_on` ends that.
     """
 
     name: str
     skew_s: float = 0.0
     booted_at: float = EPOCH - 1000.0
+    is_halted: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -126,6 +128,7 @@ class World:
         self._streams: dict[str, random.Random] = {}
         self._drawn: Counter[str] = Counter()
         self._queue: list[tuple[float, int, Actor]] = []
+        self._halted: list[tuple[int, Actor]] = []
         self._begun: set[Actor] = set()
         self._order = itertools.count()
         self._names: Counter[str] = Counter()
@@ -279,6 +282,19 @@ class World:
         for one in (actor, *actor.dies_with):
             one.paused_until = max(one.paused_until, self.now + seconds)
 
+    def halt(self, machine: Machine) -> None:
+        """Let every actor on *machine* stand still; the current one from its next wait on."""
+        machine.is_halted = True
+
+    def go_on(self, machine: Machine) -> None:
+        """Let the actors on *machine* go on: now, if they would have done something meanwhile."""
+        machine.is_halted = False
+        due = [(order, actor) for order, actor in self._halted if actor.machine is machine]
+        self._halted = [item for item in self._halted if item[1].machine is not machine]
+        for order, actor in due:
+            if order == actor._wake and actor.is_alive:
+                self._push(max(self.now, actor.paused_until), actor)
+
     def _give_up(self, seconds: float) -> None:
         actor = self.current
         if actor is None:
@@ -309,7 +325,9 @@ class World:
             if order != actor._wake or not actor.is_alive:
                 continue
             self.now = max(self.now, at)
-            if actor.paused_until > self.now:
+            if actor.machine.is_halted:
+                self._halted.append((order, actor))
+            elif actor.paused_until > self.now:
                 self._push(actor.paused_until, actor)
             else:
                 self._step(actor)

@@ -147,6 +147,22 @@ def lost_node(max_nodes: int | None) -> Mapping[str, Any]:
     return scene.play(act)
 
 
+def second_rank_0() -> Mapping[str, Any]:
+    """Node 0 of two stands still, and is replaced by another machine."""
+    scene = Scene(nodes=2, seed=4)
+
+    def act() -> Mapping[str, Any]:
+        first, second = scene.begin(1)
+        scene.world.sleep(2000.0)
+        scene.world.halt(first.machine)
+        scene.start(1, 0)
+        began = scene.world.now
+        (end,) = scene.await_ends(second)
+        return {"end": end, "after_s": scene.world.now - began}
+
+    return scene.play(act)
+
+
 def killed_sidecar(point: int) -> Mapping[str, Any]:
     """The sidecar dies at its effect number *point*, and is started again."""
     scene = Scene(steps=300, step_s=5.0)
@@ -252,6 +268,7 @@ def facts() -> Mapping[str, Any]:
         "drained saver": drained("saver"),
         "lost node": lost_node(None),
         "lost elastic node": lost_node(2),
+        "second rank 0": second_rank_0(),
         "killed sidecar": [killed_sidecar(point) for point in range(1, 60, 4)],
         "orphaned": orphaned(),
         "signalled": signalled(),

@@ -21,10 +21,12 @@ from tests.simulation.airflow import KEY, STAGE
 from tests.simulation.kernel import Machine
 
 if TYPE_CHECKING:
-    from tests.simulation.airflow import SimAirflow
+    from tests.simulation.airflow import SimAirflow, TaskInstance
 
 EVERY_S = (120.0, 900.0)
 """How often somebody looks at the run, seconds. Chosen: some twenty occasions in a run of hours."""
+CLEAR_S = (1.0, 900.0)
+"""When a person clears what has succeeded, seconds. Chosen: before its callbacks ran, or long after."""
 REAP_EVERY_S = 3600.0
 """How often `reap` runs, seconds. Chosen: as its documentation advises."""
 
@@ -44,12 +46,17 @@ class Cancel(_Cancel):
 
 
 class People:
-    """Users and operators of one deployment, on a machine of their own."""
+    """Users and operators of one deployment, on a machine of their own.
+
+    Attributes:
+        plans: Clears that a person is about to do.
+    """
 
     def __init__(self, airflow: SimAirflow) -> None:
         """They do nothing before :meth:`start`."""
         self.airflow, self.random = airflow, airflow.world.stream("people")
         self.machine = Machine("laptop", airflow.setup.skews_s[0])
+        self.plans = 0
         self.acts: dict[str, Callable[[], None]] = {
             "clear": lambda: airflow.clear(airflow.tis[STAGE]),
             "mark-success": lambda: airflow.mark(airflow.tis[STAGE], "success"),
@@ -77,6 +84,18 @@ class People:
                 if STAGE in self.airflow.tis and world.strikes(kind):
                     with suppress(EnvScalerError):
                         act()
+
+    def clear_later(self, ti: TaskInstance) -> None:
+        """A person wants its success again, in some minutes; until then the DAG run is not over."""
+        self.plans += 1
+
+        def act() -> None:
+            self.plans -= 1
+            if ti.state == "success" and self.airflow.tis.get(ti.task_id) is ti:
+                self.airflow.clear(ti)
+
+        after_s = self.random.uniform(*CLEAR_S)
+        self.airflow.world.spawn("person", act, machine=self.machine, after_s=after_s)
 
     def _reap(self) -> None:
         air = self.airflow

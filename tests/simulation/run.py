@@ -21,6 +21,7 @@ from envscaler_airflow.planning.offers import Offer
 from tests.simulation import in_place, patches
 from tests.simulation.cloud import SimCloud
 from tests.simulation.cloud_client import ReplacingBackend, SimBackend
+from tests.simulation.freeze import Freezer
 from tests.simulation.invariants import Invariants
 from tests.simulation.kernel import EPOCH, Line, Violation, World
 from tests.simulation.node import Disk, SimNode
@@ -107,6 +108,18 @@ AIRFLOW_RATES = {
 each occasion. Chosen: a run of some hours meets a few of each kind that its seed has."""
 
 
+RARE_RATES = {
+    "clock-behind": 0.1,
+    "clock-back": 0.1,
+    "freeze": 0.03,
+    "freeze-save": 0.15,
+    "crash-accepting": 0.3,
+    "clear-delivered": 0.5,
+}
+"""Chance of faults of every kind of owner: of its clocks at the start and each half hour; a frozen machine at
+each fence and deletion, and at each manifest; a crash and a clear after each success in Airflow. Chosen."""
+
+
 RESIZING = 0.1
 """Share of the worlds whose cloud changes CPU and memory in place. Chosen."""
 
@@ -164,6 +177,7 @@ class Scenario:
         owner = others.choice(("shell", "airflow", "airflow"))
         if owner == "airflow":
             rates |= _drawn(AIRFLOW_RATES, others)
+        rates |= _drawn(RARE_RATES, Random(f"{seed}/rare"))
         if resizes := Random(f"{seed}/resizes").random() < RESIZING:
             rates["move"] = 0.3  # chosen: somebody wants other sizes in most runs
         nodes = random.choice((1, 1, 1, 2, 3))
@@ -311,11 +325,13 @@ def _run(world: World, scenario: Scenario) -> None:
         skew_s=skew(-100.0, 100.0),
     )
     invariants = Invariants(world, store, cloud, reap_every_s=REAP_EVERY_S)
+    freezer = Freezer(world, store, cloud)
     with _owner(world, store, cloud, scenario) as owner:
         invariants.was_cleared = getattr(owner, "was_cleared", None)
         owner.begin()
         world.run(until=EPOCH + FAULTS_S, is_over=lambda: owner.is_over)
         end_faults(world, store, cloud)
+        freezer.end_faults()
         world.run(until=world.now + CALM_S, is_over=lambda: owner.is_over)
         if not owner.is_over:
             raise Violation(f"liveness: the run has not ended {CALM_S:.0f} s after the last fault")

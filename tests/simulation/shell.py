@@ -25,6 +25,7 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Action
 from envscaler_airflow.store.keys import SHELL_DAG, RunKey
 from envscaler_airflow.store.run import Run
+from tests.simulation import clocks
 from tests.simulation.cloud import SimCloud
 from tests.simulation.kernel import Actor, Machine, World
 from tests.simulation.store import SimStore
@@ -58,6 +59,7 @@ class Shell:
         skews = (0.0, -400.0, 130.0, 3600.0)
         self.machine = Machine("laptop", world.stream("clocks").choice(skews))
         self.other = Machine("desktop", world.stream("clocks").choice(skews))
+        clocks.go_wrong(world, (self.machine, self.other))
         self.random = world.stream("people")
         self.end: str | None = None
         self._processes: list[Actor] = []

@@ -70,7 +70,9 @@ class SimStore:
     Attributes:
         objects: Every object by name.
         watchers: Called after each change: invariants.
+        askers: Called with the client, what it asks for and the name before each request.
         readers: Called with the client, the name and its content after each successful read.
+        network: Where late requests are.
         torn: Folders of checkpoints that lost bytes once they were complete.
         skew_s: What the store's clock is ahead of the true time, seconds.
     """
@@ -81,11 +83,13 @@ class SimStore:
         self.skew_s = skew_s
         self.objects: dict[str, Stored] = {}
         self.watchers: list[Callable[[Effect], None]] = []
+        self.askers: list[Callable[[SimClient, str, str], None]] = []
         self.readers: list[Callable[[SimClient, str, bytes | None], None]] = []
         self.torn: set[str] = set()
         self._names: list[str] = []
         self._deleted: list[tuple[float, str, int]] = []
         self._versions = 0
+        self.network = Machine("network")
         self.away_until = 0.0
         self.clients: list[SimClient] = []
 
@@ -282,6 +286,8 @@ class SimClient(DatedStore):
 
     def _ask(self, what: str, name: str) -> None:
         world, at = self.truth.world, f"{what} {name}"
+        for asker in self.truth.askers:
+            asker(self, what, name)
         world.point(at)
         if world.strikes("store-slow", at):
             world.sleep(world.stream("store-slow").uniform(1.0, 60.0))
@@ -345,7 +351,8 @@ class SimClient(DatedStore):
             self._act(kind, name, data, who)
 
         after_s = world.stream("store-late").uniform(*LATE_S)
-        world.spawn("network", act, machine=self.machine, after_s=after_s, name=f"late {kind} {name}")
+        network = self.truth.network
+        world.spawn("network", act, machine=network, after_s=after_s, name=f"late {kind} {name}")
 
     def _lag_s(self, prefix: str) -> float:
         world = self.truth.world

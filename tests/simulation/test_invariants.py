@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor, Event
 from envscaler_airflow.run import event_bodies as bodies
 from tests.simulation.cloud import SimCloud
@@ -100,3 +101,34 @@ def test_a_result_without_an_output_breaks_it(watched):
 
     with pytest.raises(Violation, match="one-attempt: output model"):
         watched.event(bodies.Succeeded(generation=1, outputs={"model": uri}))
+
+
+SMALL = Allocation(
+    Offer("aws", "us-east-1", "small", "spot", 2.0, 8.0, usd_per_hour=0.5, price_source="test"), 1
+)
+CLEARED = Actor("ti-2", try_number=2, max_tries=4, life="one")
+
+
+def test_a_stop_for_a_budget_that_is_hardly_spent_breaks_it():
+    """At most half an hour at $0.50 of $10.00 (G7)."""
+    watched = Watched()
+    watched.event(bodies.NewGeneration(generation=1, spec_hash="s", budget_usd=10.0))
+    watched.event(bodies.AttemptIntended(generation=1, attempt=1, allocation=SMALL))
+
+    with pytest.raises(Violation, match=r"budget: .* of \$10.0000, at most \$0.25"):
+        watched.event(bodies.AttemptStopping(generation=1, attempt=1, stop_reason="budget"))
+
+
+def test_a_result_that_is_delivered_again_once_it_was_accepted_and_cleared_breaks_it(watched):
+    """A person cleared the task, so it is trained again (G7)."""
+    watched.invariants.was_cleared = lambda _before, _after: True
+    uri = f"s3://simulated/{RUN}/outputs/g1-a1-c1/model"
+    watched.event(bodies.AttemptIntended(generation=1, attempt=1, allocation=SMALL))
+    watched.event(bodies.AttemptEnded(generation=1, attempt=1, outcome="succeeded"))
+    watched.put("outputs/g1-a1-c1/model/weights", b"1")
+    watched.event(bodies.Succeeded(generation=1, outputs={"model": uri}))
+    watched.event(bodies.Delivered(generation=1))
+    watched.event(bodies.Accepted(generation=1))
+
+    with pytest.raises(Violation, match="accepted: event 7"):
+        watched.event(bodies.NewOwner(reason="taken over"), CLEARED)

@@ -62,6 +62,14 @@ def test_an_elastic_training_goes_on_without_a_node(facts):
     assert found["ends"] == ["succeeded", "succeeded"]
 
 
+def test_ranks_end_that_look_for_rank_0_where_it_no_longer_is(facts):
+    """Another machine is rank 0, at another address: node 1 has lost its own (G7)."""
+    found = facts["second rank 0"]
+
+    assert found["end"] == "peer-lost"
+    assert found["after_s"] < 600
+
+
 def test_a_sidecar_that_dies_at_any_effect_is_continued_by_the_next_one(facts):
     """It keeps its claim, and nothing of the training is lost (G7)."""
     for found in facts["killed sidecar"]:

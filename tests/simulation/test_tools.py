@@ -100,6 +100,31 @@ def test_actors_see_the_clock_of_their_machine():
     assert seen[1][1] == seen[0][1]
 
 
+def test_a_halted_machine_does_what_came_due_once_it_goes_on():
+    """One of its actors was due at 10 s, the other is due at 50 s; it goes on at 30 s (G7)."""
+    world, seen = kernel.World(1), []
+    machine = kernel.Machine("m")
+
+    def after(seconds):
+        world.sleep(seconds)
+        seen.append(world.now - kernel.EPOCH)
+
+    world.spawn("worker", lambda: after(10), machine=machine)
+    world.spawn("worker", lambda: after(50), machine=machine)
+    world.halt(machine)
+    world.run(until=kernel.EPOCH)
+    world.go_on(machine)
+    world.run(until=kernel.EPOCH + 5)
+    world.halt(machine)
+    world.run(until=kernel.EPOCH + 30)
+    early = list(seen)
+    world.go_on(machine)
+    world.run(until=kernel.EPOCH + 100)
+
+    assert early == []
+    assert seen == [30.0, 50.0]
+
+
 def test_a_thread_wakes_its_parent_and_ends_with_its_process():
     """A wait ends when another actor wakes it, or raises what that one gives it."""
     world, seen = kernel.World(1), []

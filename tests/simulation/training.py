@@ -123,12 +123,17 @@ class Gang:
         return bool(self.members) and (self.is_elastic or len(self.members) == self.nodes)
 
     def join(self, rank: Training) -> None:
-        """Let *rank* take part; the others begin again, as a launcher lets them."""
+        """Let *rank* take part; the others begin again, as a launcher lets them.
+
+        Those that look for rank 0 at another address than that of a new one have lost it, and end.
+        """
         if self._has_begun:
             self._interrupt(Restart)
         self.members[rank.node.index] = rank
         if rank.node.index == 0:
             self.address = rank.node.address
+            others = [one for one in self.members.values() if one.node.rendezvous != self.address]
+            self._interrupt(PeerGoneError, [one for one in others if one is not rank])
 
     def leave(self, rank: Training, *, is_clean: bool, is_noticed: bool) -> None:
         """*rank* has ended or is gone.

@@ -192,6 +192,8 @@ class Workers:
             self._accept(ti, state, result)
         if state == "success":  # these run even if the report was refused
             air.world.point("success callbacks")
+            if ti.task_id == STAGE and air.world.strikes("crash-accepting"):
+                self.kill(air.world.current)
             for callback in operator.on_success_callback:
                 callback(context)
 
@@ -211,6 +213,8 @@ class Workers:
                 air.pulled[ti.task_id] = {**ti.xcom, "return_value": json.loads(json.dumps(result))}
             ti.next_method = ti.next_kwargs = None
             air.set_state(ti, state)
+            if state == "success" and ti.task_id == STAGE and air.world.strikes("clear-delivered"):
+                air.people.clear_later(ti)
 
     def _say(self, state: str, result: Any) -> None:
         words = f": {result}".splitlines()[0] if isinstance(result, Exception) else ""
