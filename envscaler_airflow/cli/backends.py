@@ -14,7 +14,7 @@ import yaml
 
 from envscaler_airflow.backends import BackendType, ShellOption, all_backends, backend_type
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.cli.common import NOT_NEGATIVE, echo_json, output_option, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, echo_result, output_option, store_option
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.owner.reap import reap as reap_attempts
 from envscaler_airflow.store.run_store import Store
@@ -135,10 +135,8 @@ def reap(*, store: Store, backend: Backend, dry_run: bool, grace_s: float, as_js
         found.append({"name": orphan.handle.name, "reason": orphan.reason})
         if not as_json:
             click.echo(f"{orphan.handle.name}: {orphan.reason}")
-    if as_json:
-        echo_json({"dry_run": dry_run, "orphans": found})
-        return
-    click.echo(f"{len(found)} {'would go' if dry_run else 'gone'}")
+    total = f"{len(found)} {'would go' if dry_run else 'gone'}"
+    echo_result({"dry_run": dry_run, "orphans": found}, total, as_json=as_json)
 
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -171,7 +169,5 @@ def rbac(*, as_json: bool, namespace: str, account: str, nodes: bool, all_pods: 
                 "with a letter or digit at both ends, such as ml-training"
             )
     documents = security.rbac(namespace, account=account, nodes=nodes, all_pods=all_pods)
-    if as_json:
-        echo_json({"apiVersion": "v1", "kind": "List", "items": documents})
-        return
-    click.echo(yaml.safe_dump_all(documents, sort_keys=False), nl=False)
+    text = yaml.safe_dump_all(documents, sort_keys=False)
+    echo_result({"apiVersion": "v1", "kind": "List", "items": documents}, text, as_json=as_json)

@@ -14,7 +14,7 @@ import click
 from envscaler_airflow.backends import backend_names
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.cli.backends import shell_backend
-from envscaler_airflow.cli.common import duration_option, echo_json, output_option, store_option
+from envscaler_airflow.cli.common import duration_option, echo_json, echo_result, output_option, store_option
 from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.inspect import followed
 from envscaler_airflow.cli.shell_owner import (
@@ -235,12 +235,10 @@ def prune(
         found.append(old)
         if not as_json:
             click.echo(_line(old))
-    if as_json:
-        echo_json({"dry_run": not yes, "runs": [asdict(old) for old in found]})
-        return
     gone = [old for old in found if not old.kept]
     total = f"{sum(old.objects for old in gone)} objects, {bytes_text(sum(old.size_bytes for old in gone))}"
-    click.echo(f"{len(gone)} runs, {total}: {'removed' if yes else 'removed by --yes'}")
+    text = f"{len(gone)} runs, {total}: {'removed' if yes else 'removed by --yes'}"
+    echo_result({"dry_run": not yes, "runs": [asdict(old) for old in found]}, text, as_json=as_json)
 
 
 def _line(old: OldRun) -> str:

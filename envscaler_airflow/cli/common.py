@@ -99,6 +99,14 @@ def echo_json(body: Any, *, indent: int | None = None) -> None:
     click.echo(json.dumps(rounded_money(body), indent=indent))
 
 
+def echo_result(body: Any, text: str, *, as_json: bool) -> None:
+    """Print *body* for tools, or *text* for people."""
+    if as_json:
+        echo_json(body)
+    else:
+        click.echo(text, nl=not text.endswith("\n"))
+
+
 def default_store_url() -> str:
     """``ENVSCALER_STORE_URL``, else Airflow's own setting by its variable, else a folder of the user's."""
     configured = os.environ.get("ENVSCALER_STORE_URL") or os.environ.get("AIRFLOW__ENVSCALER__STORE_URL")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import click
 
 from envscaler_airflow.agent_files import agent_wheel
 from envscaler_airflow.backends.base import SIDECAR_IMAGE
-from envscaler_airflow.cli.common import default_store_url, not_empty, output_option
+from envscaler_airflow.cli.common import default_store_url, echo_result, not_empty, output_option
 from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.follow import bar
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, pairs, spec_options
@@ -93,7 +92,7 @@ def build_sidecar(
 
 def _tell(image: str, digest: str | None, *, as_json: bool) -> None:
     name = image if digest is None else f"{image}@{digest}"
-    click.echo(json.dumps({"image": image, "digest": digest, "name": name}) if as_json else name)
+    echo_result({"image": image, "digest": digest, "name": name}, name, as_json=as_json)
 
 
 @click.command("agent-wheel")
@@ -113,7 +112,7 @@ def agent_wheel_command(*, out: Path, as_json: bool) -> None:
     wheel = agent_wheel()
     out.mkdir(parents=True, exist_ok=True)
     path = shutil.copyfile(wheel, out / wheel.name)
-    click.echo(json.dumps({"wheel": str(path)}) if as_json else path)
+    echo_result({"wheel": str(path)}, str(path), as_json=as_json)
 
 
 @click.command()

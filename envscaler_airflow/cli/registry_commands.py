@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from importlib import resources
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from envscaler_airflow.cli.common import Group, default_store_url, echo_json, output_option
+from envscaler_airflow.cli.common import Group, default_store_url, echo_json, echo_result, output_option
 from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.spec_registry import (
@@ -54,7 +53,7 @@ def publish(
     entry = found.publish(name, version, text)
     name = f"registry://{entry.name}@{entry.version}"
     body = {"reference": name, "sha256": entry.sha256}
-    click.echo(json.dumps(body) if as_json else f"{name} (sha256 {entry.sha256[:12]})")
+    echo_result(body, f"{name} (sha256 {entry.sha256[:12]})", as_json=as_json)
 
 
 @registry.command("list")
@@ -79,13 +78,10 @@ def list_(found: SpecRegistry, name: str | None, *, as_json: bool) -> None:
 def show(found: SpecRegistry, reference: str, *, as_json: bool) -> None:
     """Print the document of a reference, and who published it."""
     entry = found.find(reference)
-    if as_json:
-        name = f"registry://{entry.name}@{entry.version}"
-        by = {"by": entry.by, "sha256": entry.sha256}
-        echo_json({"reference": name, **by, "text": entry.text})
-        return
-    click.echo(f"# {entry.name}@{entry.version} by {entry.by}{entry.published}, sha256 {entry.sha256}")
-    click.echo(entry.text, nl=False)
+    name, by = f"{entry.name}@{entry.version}", {"by": entry.by, "sha256": entry.sha256}
+    head = f"# {name} by {entry.by}{entry.published}, sha256 {entry.sha256}"
+    body = {"reference": f"registry://{name}", **by, "text": entry.text}
+    echo_result(body, f"{head}\n{entry.text}", as_json=as_json)
 
 
 @registry.command()
@@ -100,7 +96,8 @@ def pull(found: SpecRegistry, reference: str, file: Path | None, *, as_json: boo
     path = found.pull(reference)
     if file is not None:
         file.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    echo_json({"file": str(file or path)}) if as_json else str(file or path)
+    name = str(file or path)
+    echo_result({"file": name}, name, as_json=as_json)
 
 
 SUFFIX = ".template"
@@ -152,10 +149,6 @@ def write_template(name: str, folder: Path, *, overwrite: bool = False) -> list[
 def init(name: str, folder: Path, *, force: bool, as_json: bool) -> None:
     """Write a first spec and its code to FOLDER."""
     paths = [str(path) for path in write_template(name, folder, overwrite=force)]
-    if as_json:
-        echo_json({"files": paths})
-        return
-    for path in paths:
-        click.echo(path)
     enter = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}, then "
-    click.echo(f"next: {enter}envscaler validate, then envscaler run")
+    text = "\n".join([*paths, f"next: {enter}envscaler validate, then envscaler run"])
+    echo_result({"files": paths}, text, as_json=as_json)

@@ -13,7 +13,7 @@ import click
 from envscaler_airflow.backends import backend_names
 from envscaler_airflow.backends.base import AttemptRequest, Backend, PreparesSpecs, ShowsAttempts
 from envscaler_airflow.cli.backends import shell_backend
-from envscaler_airflow.cli.common import default_store_url, echo_json, output_option
+from envscaler_airflow.cli.common import default_store_url, echo_json, echo_result, output_option
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, spec_options
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError
@@ -139,7 +139,7 @@ def _locked(kind: str, spec: EnvSpec, requirements: Requirements) -> Requirement
 def _give(found: list[Artefact], folder: Path | None, *, as_json: bool) -> None:
     if folder is not None:
         paths = [str(item.write(folder)) for item in found]
-        echo_json({"files": paths}) if as_json else "\n".join(paths)
+        echo_result({"files": paths}, "\n".join(paths), as_json=as_json)
         return
     if as_json:
         echo_json([{"name": item.name, "text": item.text} for item in found])

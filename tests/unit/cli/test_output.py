@@ -70,6 +70,23 @@ def test_json_holds_what_the_text_says(call):
     assert call("catalog", "show") == []
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("registry", "pull", "envscaler/python@1", "--to", "copy.yaml"), "copy.yaml\n"),
+        (("render", "--target", "venv", "--to", "out"), "out/venv.sh\n"),
+    ],
+    ids=["pull", "render"],
+)
+def test_a_verb_that_writes_files_names_them(call, words, said):
+    """Also without ``--output json``."""
+    call("init")
+
+    got = CliRunner().invoke(main, words)
+
+    assert (got.exit_code, got.stdout.splitlines(keepends=True)[:1]) == (0, [said])
+
+
 @contextmanager
 def unread():
     """Standard output is a pipe that nothing reads; lines on standard error are in the list afterwards."""
