@@ -18,6 +18,7 @@ __all__ = [
     "RunFailedError",
     "SpecError",
     "StoreError",
+    "refuse",
 ]
 
 
@@ -32,6 +33,16 @@ class SpecError(EnvScalerError):
         """Keep *faults* apart, so that a tool can list them; *message* is what is shown."""
         super().__init__(message)
         self.faults = faults if faults is not None else [message]
+
+
+def refuse(faults: list[str]) -> None:
+    """Raise all *faults* of a spec as one error; do nothing if there are none.
+
+    Raises:
+        SpecError: There is a fault.
+    """
+    if faults:
+        raise SpecError("\n".join(faults), faults=faults)
 
 
 class NoOfferError(EnvScalerError):

@@ -56,13 +56,23 @@ def read_object(text: Union[bytes, str], *, where: str, max_bytes: int = MAX_JSO
     """
     if len(text) > max_bytes:
         raise ProtocolError(f"{where}: {len(text)} bytes, at most {max_bytes} are read")
+    body = parse_object(text, where=where, parse_constant=_refuse_constant)
+    check_schema(body.get("schema"), where=where)
+    return body
+
+
+def parse_object(text: Union[bytes, str], *, where: str, **options: Any) -> Dict[str, Any]:
+    """Read *text* as a JSON object of any version; *options* are those of ``json.loads``.
+
+    Raises:
+        ProtocolError: Not JSON, or not an object.
+    """
     try:
-        body = json.loads(text, parse_constant=_refuse_constant)
+        body = json.loads(text, **options)
     except (ValueError, RecursionError) as err:
         raise ProtocolError(f"{where}: not JSON: {err}") from err
     if not isinstance(body, dict):
         raise ProtocolError(f"{where}: got {type(body).__name__}, expected an object")
-    check_schema(body.get("schema"), where=where)
     return body
 
 

@@ -22,7 +22,7 @@ from envscaler_airflow.cli.common import duration_option, echo_json, not_empty, 
 from envscaler_airflow.cli.inspect import followed, statuses
 from envscaler_airflow.cli.shell_owner import owner_of, watcher_of
 from envscaler_airflow.cli.tables import print_rehearsals
-from envscaler_airflow.errors import BackendError, ProtocolError, SpecError, StoreError
+from envscaler_airflow.errors import BackendError, ProtocolError, SpecError, StoreError, refuse
 from envscaler_airflow.owner import choose
 from envscaler_airflow.owner.report import run_bill
 from envscaler_airflow.owner.request import request_move
@@ -243,8 +243,7 @@ class _Drill:
             except (CannotError, SpecError) as err:
                 found.append(f"{fault.name}: cannot be injected here: {err}")
             has_moved = has_moved or fault.course == "moved"
-        if found:
-            raise SpecError("\n".join(found), faults=found)
+        refuse(found)
 
     def rehearse(self, fault: Fault) -> Rehearsal:
         """Wait until the stage trains, inject *fault*, watch the run, and judge what was seen."""

@@ -15,7 +15,7 @@ from envscaler_airflow.cli.common import echo_json, find_run
 from envscaler_airflow.cli.specs import environment_secret
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.resources import Resources
-from envscaler_airflow.errors import NoOfferError, SpecError
+from envscaler_airflow.errors import NoOfferError, SpecError, refuse
 from envscaler_airflow.images import venv_cache
 from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.bases import facts
@@ -233,8 +233,7 @@ def check_stage(spec: EnvSpec, here: Here) -> None:
     faults = lacking_volumes(spec, here)
     if spec.num_nodes.min > 1:
         faults.append(f"num_nodes: {spec.num_nodes.min}: one container is one node; use --target local")
-    if faults:
-        raise SpecError("\n".join(faults), faults=faults)
+    refuse(faults)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.follow import bar
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, pairs, spec_options
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import SpecError, refuse
 from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.build import (
     SEVERITIES,
@@ -224,8 +224,7 @@ def check_environment(
             click.echo(f"not checked: {finding.text}", err=True)
     faults = [finding.text for finding in findings if finding.kind == "conflict"]
     faults += broken_for(spec, software(spec, requirements))
-    if faults:
-        raise SpecError("\n".join(faults), faults=faults)
+    refuse(faults)
 
 
 def _try(builder: Builder, made: Built, command: tuple[str, ...], *, is_quiet: bool) -> None:

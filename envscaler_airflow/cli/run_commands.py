@@ -26,7 +26,7 @@ from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.shell_owner import Foreground, own_and_tell, shell_actor
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, refuse_own_secrets, spec_options
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.errors import EnvScalerError, SpecError, refuse
 from envscaler_airflow.images.locks import LOCK
 from envscaler_airflow.images.needs import lacking_code
 from envscaler_airflow.owner.stage import Stage
@@ -118,8 +118,7 @@ def run(
         run_docker(spec, store, key, lock, command=command, as_json=as_json)
         return
     spec = spec.model_copy(update={"entrypoint": command or spec.entrypoint})
-    if absent := lacking_code(spec):
-        raise SpecError("\n".join(absent), faults=absent)
+    refuse(lacking_code(spec))
     made = local_environment(spec, lock=lock, install_system=options["install_system"], say=_say)
     if status != "succeeded":
         store.write(f"{key.prefix}/{LOCK}", made.lock.to_text().encode())

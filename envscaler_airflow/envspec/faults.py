@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from envscaler_airflow.envspec.secret_forms import mask
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import refuse
 
 MAX_FAULTS = 100
 """Largest number of faults kept per load; the others are only counted. Chosen: no one reads a hundred."""
@@ -62,9 +62,7 @@ class Faults:
         Raises:
             SpecError: At least one fault was recorded.
         """
-        if not self.found:
-            return
         lines = [str(fault) for fault in sorted(self.found)]
         if self.left_out:
             lines.append(f"and {self.left_out} more faults")
-        raise SpecError("\n".join(lines), faults=lines)
+        refuse(lines)

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from envscaler_airflow.envspec.models import EnvSpec, Runtime
 from envscaler_airflow.envspec.secret_forms import has_secret_shape, has_userinfo
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import SpecError, refuse
 from envscaler_airflow.images.artefacts import Artefact
 from envscaler_airflow.local_files import read_plain, real_path
 
@@ -348,8 +348,7 @@ def check_packages(runtime: Runtime) -> list[str]:
                 f"runtimes: packages[{index}]: {text!r:.80} is not a valid requirement ({reason}); "
                 "write torch==2.1.0"
             )
-    if faults:
-        raise SpecError("\n".join(faults), faults=faults)
+    refuse(faults)
     return list(runtime.packages)
 
 
@@ -386,8 +385,7 @@ def _check_lines(found: Requirements) -> None:
         for number, line in joined(text)
         if (kept := without_comment(line)) and (fault := line_fault(kept, has_index=has_index))
     ]
-    if faults:
-        raise SpecError("\n".join(faults), faults=faults)
+    refuse(faults)
 
 
 def _read(folder: Path, name: str, files: dict[str, str], *, by: str) -> None:

@@ -23,7 +23,7 @@ import yaml
 
 from envscaler_agent.messages import SCHEMA, check_schema
 from envscaler_airflow.envspec import load_spec
-from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
+from envscaler_airflow.errors import ProtocolError, SpecError, StoreError, refuse
 from envscaler_airflow.local_files import cache_folder, read_plain, user_name, write_atomic
 from envscaler_airflow.store.run_store import Store
 
@@ -443,9 +443,7 @@ def check_document(
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "document.yaml").write_text(text, encoding="utf-8")
         Path(folder, "envscaler.yaml").write_text(_WRAPPER, encoding="utf-8")
-        faults = _files_named(text, str(path))
-        if faults:
-            raise SpecError("\n".join(faults), faults=faults)
+        refuse(_files_named(text, str(path)))
         try:
             load_spec(Path(folder, "envscaler.yaml"), parameters=parameters, registry=registry)
         except SpecError as err:

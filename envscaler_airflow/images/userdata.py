@@ -15,7 +15,7 @@ from typing import Any
 
 from envscaler_airflow.envspec.gpus import vendor_of
 from envscaler_airflow.envspec.models import EnvSpec, Volume
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import SpecError, refuse
 from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.venv import render_venv
@@ -90,8 +90,7 @@ def _check_volumes(spec: EnvSpec) -> None:
         for volume in spec.volumes
         if volume.kind == "pvc"
     ]
-    if faults:
-        raise SpecError("\n".join(faults), faults=faults)
+    refuse(faults)
 
 
 def _file(name: str, text: str) -> dict[str, Any]:

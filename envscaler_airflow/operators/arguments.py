@@ -21,7 +21,7 @@ from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.quantities import duration_s
 from envscaler_airflow.envspec.secret_forms import has_userinfo
 from envscaler_airflow.envspec.secrets import REFERENCE_FORMS
-from envscaler_airflow.errors import EnvScalerError, SpecError
+from envscaler_airflow.errors import EnvScalerError, SpecError, refuse
 from envscaler_airflow.hooks.connections import resolve_secret
 from envscaler_airflow.hooks.settings import StorePlace, store_place
 from envscaler_airflow.images.spec_registry import SpecRegistry
@@ -333,8 +333,7 @@ def _refuse_masked(body: Mapping[str, Any]) -> None:
         for path, text in _texts(body, "")
         if redact(text) != text
     ]
-    if faults:
-        raise SpecError("\n".join(faults), faults=faults)
+    refuse(faults)
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ import tenacity
 from envscaler_agent.protocol import Ended, Transfer
 from envscaler_airflow.errors import CheckpointError, EnvScalerError, ProtocolError, StoreError
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Spool
+from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.root import Place
 from envscaler_airflow.store.run_store import Store
 from envscaler_airflow.store.transfer_progress import Moved
@@ -124,6 +125,11 @@ class SidecarContext:
     def has_ended(self) -> bool:
         """True when the wrapper has reported that the command ended."""
         return self.ended() is not None
+
+    def newest_claim(self, node: int, *, known: int = 1) -> int:
+        """Number of the valid claim to a node of the attempt; see :func:`~.claims.newest_claim`."""
+        who = self.who
+        return newest_claim(self.run, generation=who.generation, attempt=who.attempt, node=node, known=known)
 
     def between(self) -> None:
         """Check, between two files of a transfer, whether to continue.

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable
 
-from envscaler_agent.messages import MAX_JSON_BYTES
 from envscaler_agent.protocol import Ended, Status, status_name
 from envscaler_airflow.backoff import Backoff
 from envscaler_airflow.errors import ProtocolError, StoreError
@@ -23,6 +22,7 @@ from envscaler_airflow.sidecar.replaced import Regroup
 from envscaler_airflow.sidecar.snapshots import Snapshots
 from envscaler_airflow.sidecar.spool_state import State
 from envscaler_airflow.sidecar.uploads import Checkpoints, Chunks, Outputs, WriteBack
+from envscaler_airflow.store.run_store import read_message
 
 ROUND_S = 0.5
 """Time between two rounds. Chosen: half of the wrapper's second."""
@@ -133,13 +133,11 @@ class Speaker:
         return sequence
 
     def _last_in_store(self) -> int:
-        body = self._context.run.read(self._name, max_bytes=MAX_JSON_BYTES)
-        if body is None:
-            return 0
         try:
-            return Status.from_json(body, where=self._name).sequence
+            status = read_message(self._context.run, self._name, Status)
         except ProtocolError:
             return 0  # readers only ask whether it changed
+        return 0 if status is None else status.sequence
 
 
 def _matter(status: Status) -> Status:

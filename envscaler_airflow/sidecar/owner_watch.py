@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from envscaler_agent.messages import MAX_JSON_BYTES
-from envscaler_agent.protocol import Control, control_name
+from envscaler_agent.protocol import Control
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar.context import SidecarContext, UnheededError
 from envscaler_airflow.store.checkpoints import Fence, fence_of
-from envscaler_airflow.store.claims import Claim, newest_claim, take_claim
+from envscaler_airflow.store.claims import Claim, take_claim
 from envscaler_airflow.store.lease import LeaseFile, LeaseWatch
 
 Standing = Fence | Literal["replaced"]
@@ -60,9 +60,7 @@ def standing_of(context: SidecarContext) -> Standing:
         StoreError: The store does not answer.
     """
     who = context.who
-    newest = newest_claim(
-        context.run, generation=who.generation, attempt=who.attempt, node=who.node, known=who.claim
-    )
+    newest = context.newest_claim(who.node, known=who.claim)
     return "replaced" if newest > who.claim else fence_of(context.run, who.generation, who.attempt)
 
 
@@ -134,8 +132,7 @@ class OwnerWatch:
             self._context.messages.say("owner", None)
 
     def _hand_over(self) -> None:
-        who = self._context.who
-        name = control_name(who.generation, who.attempt)
+        name = self._context.who.control_name
         body = self._context.run.read(name, max_bytes=MAX_JSON_BYTES)
         if body is None:
             return

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from envscaler_agent.messages import MAX_JSON_BYTES
 from envscaler_agent.protocol import (
     Control,
     Ended,
@@ -31,10 +30,9 @@ from envscaler_airflow.sidecar.completeness import Settling
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.spool_state import AttemptNode
 from envscaler_airflow.store import checkpoints, manifests
-from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.outputs import open_folder
 from envscaler_airflow.store.root import Root
-from envscaler_airflow.store.run_store import Store
+from envscaler_airflow.store.run_store import Store, read_message
 
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://|/")
 _ADDRESS = re.compile(r"[0-9A-Za-z.\[\]:-]{3,64}\Z")
@@ -114,14 +112,7 @@ def claims_of(context: SidecarContext) -> tuple[int, ...]:
     known = resume.claims if resume is not None else (1,) * who.nodes
 
     def newest(node: int) -> int:
-        call = partial(
-            newest_claim,
-            context.run,
-            generation=who.generation,
-            attempt=who.attempt,
-            node=node,
-            known=known[node],
-        )
+        call = partial(context.newest_claim, node, known=known[node])
         return context.patiently(call, what=f"claim of node {node}")
 
     return tuple(who.claim if node == who.node else newest(node) for node in range(who.nodes))
@@ -223,16 +214,11 @@ def status_of(context: SidecarContext, node: int) -> tuple[int, Status | None]:
         StoreError: The store did not answer in time.
     """
     who = context.who
-    claim = context.patiently(
-        lambda: newest_claim(context.run, generation=who.generation, attempt=who.attempt, node=node, known=1),
-        what=f"claim of node {node}",
-    )
+    claim = context.patiently(partial(context.newest_claim, node), what=f"claim of node {node}")
     name = status_name(who.generation, who.attempt, node, claim)
-    body = context.patiently(
-        lambda: context.run.read(name, max_bytes=MAX_JSON_BYTES), what=f"status of node {node}"
-    )
+    read = partial(read_message, context.run, name, Status)
     try:
-        return claim, Status.from_json(body, where=name) if body is not None else None
+        return claim, context.patiently(read, what=f"status of node {node}")
     except ProtocolError as err:
         context.messages.say("restore", f"status of node {node}: {err}")
         return claim, None

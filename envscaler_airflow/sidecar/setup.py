@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA
+from envscaler_agent.messages import SCHEMA
 from envscaler_agent.process import ADDRESS
-from envscaler_agent.protocol import Control, Manifest, control_name
+from envscaler_agent.protocol import Control, Manifest
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.local_files import write_atomic
@@ -30,7 +30,7 @@ from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.sidecar.uploads import WriteBack
 from envscaler_airflow.store import archive, manifests, outputs
 from envscaler_airflow.store.root import COPY_BYTES, Root
-from envscaler_airflow.store.run_store import Store, TellsVersions, open_store
+from envscaler_airflow.store.run_store import Store, TellsVersions, open_store, read_message
 from envscaler_airflow.store.transfer_progress import Moved
 
 
@@ -320,7 +320,7 @@ def _reason(context: SidecarContext, err: Exception, *, is_known: bool) -> str:
 def _is_away(context: SidecarContext) -> bool:
     """True if the run's store still answers nothing: it is away, or the credentials have expired."""
     try:
-        context.run.size(control_name(context.who.generation, context.who.attempt))
+        context.run.size(context.who.control_name)
     except StoreError:
         return True
     return False
@@ -357,14 +357,13 @@ def first_control(context: SidecarContext) -> Control:
         ProtocolError: It is absent or cannot be read.
         StoreError: The store did not answer in time.
     """
-    name = control_name(context.who.generation, context.who.attempt)
+    name = context.who.control_name
     while True:
-        body = context.patiently(lambda: context.run.read(name, max_bytes=MAX_JSON_BYTES), what=name)
-        if body is None:
+        control = context.patiently(lambda: read_message(context.run, name, Control), what=name)
+        if control is None:
             raise ProtocolError(
                 f"{context.run.uri(name)} is absent: sidecar and owner must see the same store"
             )
-        control = Control.from_json(body, where=name)
         if control.action != "hold":
             context.messages.say("hold", None)
             return control

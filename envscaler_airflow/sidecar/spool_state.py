@@ -24,8 +24,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from envscaler_agent import spool
-from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA
-from envscaler_agent.protocol import Control, Resume, Status, parse_checkpoint_name
+from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA, parse_object
+from envscaler_agent.protocol import Control, Resume, Status, control_name, parse_checkpoint_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.launch import KEEP, SessionSettings
 from envscaler_airflow.local_files import write_atomic
@@ -44,6 +44,11 @@ class AttemptNode:
     node: int
     nodes: int
     claim: int = 1
+
+    @property
+    def control_name(self) -> str:
+        """Name of the owner's control of the attempt."""
+        return control_name(self.generation, self.attempt)
 
 
 class Mount(BaseModel):
@@ -239,15 +244,7 @@ class Spool(spool.Spool):
             ProtocolError: Too large, or not a JSON object.
         """
         body = self._read(path)
-        if body is None:
-            return None
-        try:
-            found = json.loads(body)
-        except (ValueError, RecursionError) as err:
-            raise ProtocolError(f"{path.name}: not JSON: {err}") from err
-        if not isinstance(found, dict):
-            raise ProtocolError(f"{path.name}: got {type(found).__name__}, expected an object")
-        return found
+        return None if body is None else parse_object(body, where=path.name)
 
     def show_notice(self, line: str | None) -> None:
         """Ask the wrapper to add *line* to the training's log, once; None withdraws an unread line.

@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envscaler_agent.messages import MAX_JSON_BYTES
 from envscaler_agent.protocol import (
     Manifest,
     ManifestFile,
     Status,
-    control_name,
     log_name,
     manifest_name,
     metrics_name,
@@ -30,9 +28,8 @@ from envscaler_airflow.sidecar.owner_watch import WHY, standing_of
 from envscaler_airflow.sidecar.snapshots import snapshot_facts
 from envscaler_airflow.sidecar.spool_state import Mount
 from envscaler_airflow.store import checkpoints, manifests, outputs
-from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.outputs import is_output_uri
-from envscaler_airflow.store.run_store import open_store
+from envscaler_airflow.store.run_store import open_store, read_message
 
 COARSE_NS = 10_000_000
 """How far the file system's time may be behind, ns. Source: Linux, coarse clock, at most 10 ms."""
@@ -376,21 +373,14 @@ class Checkpoints:
     def _are_uploading(self, nodes: list[int]) -> bool:
         who = self._context.who
         for node in nodes:
-            where = status_name(who.generation, who.attempt, node, self._claim_of(node))
-            body = self._context.run.read(where, max_bytes=MAX_JSON_BYTES)
+            where = status_name(who.generation, who.attempt, node, self._context.newest_claim(node))
             try:
-                phase = Status.from_json(body, where=where).phase if body is not None else None
+                status = read_message(self._context.run, where, Status)
             except ProtocolError:
-                phase = None
-            if phase != "uploading":
+                return False
+            if status is None or status.phase != "uploading":
                 return False
         return True
-
-    def _claim_of(self, node: int) -> int:
-        who = self._context.who
-        return newest_claim(
-            self._context.run, generation=who.generation, attempt=who.attempt, node=node, known=1
-        )
 
     def _others(self, name: str) -> tuple[list[tuple[ManifestFile, ...]], list[int]]:
         lists, missing = [], []
@@ -398,7 +388,7 @@ class Checkpoints:
             return [], []  # only node 0 takes snapshots
         prefix = checkpoints.checkpoint_prefix(name)
         for node in range(1, self._nodes_of(name)):
-            listed = manifests.node_list(node, self._claim_of(node))
+            listed = manifests.node_list(node, self._context.newest_claim(node))
             if self._context.run.size(f"{prefix}/{listed}") is None:
                 missing.append(node)
             else:
@@ -480,7 +470,7 @@ class Checkpoints:
         who = context.who
         try:
             # From the store: the training can change the spool's copy.
-            control = checkpoints.read_control(context.run, control_name(who.generation, who.attempt))
+            control = checkpoints.read_control(context.run, who.control_name)
             if control is None:
                 return
             checkpoints.prune(

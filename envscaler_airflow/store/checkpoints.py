@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from envscaler_agent.messages import MAX_JSON_BYTES, Message
+from envscaler_agent.messages import Message
 from envscaler_agent.protocol import (
     MAX_MANIFEST_BYTES,
     Control,
@@ -29,7 +29,7 @@ from envscaler_agent.protocol import (
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.store import manifests as folders
 from envscaler_airflow.store.claims import newest_claim
-from envscaler_airflow.store.run_store import Store
+from envscaler_airflow.store.run_store import Store, read_message
 
 FOLDER = "checkpoints"
 """Folder of the checkpoints, below the run's."""
@@ -270,8 +270,7 @@ def read_control(store: Store, name: str) -> Control | None:
         StoreError: The store does not answer.
     """
     try:
-        body = store.read(name, max_bytes=MAX_JSON_BYTES)
-        return None if body is None else Control.from_json(body, where=name)
+        return read_message(store, name, Control)
     except ProtocolError:
         return None
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envscaler_agent.messages import MAX_JSON_BYTES, Message
+from envscaler_agent.messages import Message
 from envscaler_agent.protocol import claim_name
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store.run_store import Store
+from envscaler_airflow.store.run_store import Store, read_message
 
 MOST_CLAIMS = 10_000
 """Most claims to one node of an attempt; later ones are void. Chosen: a pod every five minutes for a month.
@@ -78,8 +78,8 @@ def _create(store: Store, name: str, claim: Claim) -> bool:
 
 
 def _uid_of(store: Store, name: str) -> str | None:
-    body = store.read(name, max_bytes=MAX_JSON_BYTES)
     try:
-        return None if body is None else Claim.from_json(body, where=name).uid
+        claim = read_message(store, name, Claim)
     except ProtocolError:
         return ""  # of a later version, or torn: in either case another pod's
+    return None if claim is None else claim.uid

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from envscaler_agent.messages import MAX_JSON_BYTES, read_object
+from envscaler_agent.messages import parse_object, read_object
 from envscaler_agent.protocol import Control, Ended, Progress, Status, Transfer, control_name, status_name
 from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.store.checkpoints import read_control
@@ -15,7 +14,7 @@ from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.lease import LeaseFile
-from envscaler_airflow.store.run_store import Store, StoreView
+from envscaler_airflow.store.run_store import Store, StoreView, read_message
 
 if TYPE_CHECKING:
     from envscaler_airflow.envspec import EnvSpec
@@ -113,7 +112,7 @@ class Run(StoreView):
         text = self.read(name, max_bytes=MAX_SPEC_BYTES)
         if text is None:
             raise ProtocolError(f"{self.prefix}/{name}: is absent")
-        return self._object(name, text)
+        return parse_object(text, where=f"{self.prefix}/{name}")
 
     def plan(self) -> dict[str, Any]:
         """Return what the planner decided at the start, and the targets of moves; {} before there is a plan.
@@ -122,16 +121,7 @@ class Run(StoreView):
             ProtocolError: It is not a JSON object.
         """
         text = self.read(PLAN)
-        return {} if text is None else self._object(PLAN, text)
-
-    def _object(self, name: str, text: bytes) -> dict[str, Any]:
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as err:
-            raise ProtocolError(f"{self.prefix}/{name}: not JSON: {err}") from err
-        if not isinstance(found, dict):
-            raise ProtocolError(f"{self.prefix}/{name}: got {type(found).__name__}, expected an object")
-        return found
+        return {} if text is None else parse_object(text, where=f"{self.prefix}/{PLAN}")
 
     def spec(self, spec_hash: str) -> EnvSpec:
         """Return the frozen spec with that hash. Raises as :meth:`document`."""
@@ -168,12 +158,10 @@ class Run(StoreView):
         """Return the last status of the pod with that claim, even after a later claim."""
         name = status_name(*attempt, node, claim)
         try:
-            text = self.read(name, max_bytes=MAX_JSON_BYTES)
-            return (
-                None if text is None else replace(believable(Status.from_json(text, where=name)), claim=claim)
-            )
+            status = read_message(self, name, Status)
         except ProtocolError:
             return None
+        return None if status is None else replace(believable(status), claim=claim)
 
     def control(self, attempt: tuple[int, int]) -> Control | None:
         """Return the owner's last request to *attempt*; None if it is absent or of another version."""

@@ -11,9 +11,9 @@ import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
 
-from envscaler_agent.messages import SCHEMA, read_object
+from envscaler_agent.messages import SCHEMA, Message, read_object
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.keys import MAX_BYTES, check_name, check_prefix, check_tree, join
@@ -21,6 +21,7 @@ from envscaler_airflow.store.keys import MAX_BYTES, check_name, check_prefix, ch
 DEPLOYMENT = "deployment.json"
 """File with the deployment's uuid, for a store in a folder. No run's folder has a dot in its name."""
 
+_Message = TypeVar("_Message", bound=Message)
 _FILE = "file://"
 _USERINFO = re.compile(r"[^/@]*:[^/@]*@")
 _SAME_STORE = (
@@ -256,6 +257,17 @@ def _open_filesystem(url: str, options: Mapping[str, Any] | None) -> Store:
     from envscaler_airflow.store.filesystem import FilesystemStore  # noqa: PLC0415 - fsspec is slow to import
 
     return FilesystemStore(url, options)
+
+
+def read_message(store: Store, name: str, kind: type[_Message]) -> _Message | None:
+    """Read the message *name*; None when it is absent.
+
+    Raises:
+        StoreError: The store does not answer.
+        ProtocolError: It does not follow the protocol.
+    """
+    body = store.read(name, max_bytes=kind.MAX_BYTES)
+    return None if body is None else kind.from_json(body, where=name)
 
 
 def check_store(store: Store, prefix: str = "") -> None:

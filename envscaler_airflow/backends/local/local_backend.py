@@ -54,7 +54,7 @@ from envscaler_airflow.backends.local.shares import (
     shortfalls,
 )
 from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
-from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
+from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, refuse
 from envscaler_airflow.local_files import remove_tree
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.run import Handle
@@ -157,9 +157,7 @@ class LocalBackend:
         if offer.cloud != "local":
             raise BackendError(f"{offer.name}: is not a share of this machine")
         launch = request.launch
-        faults = volume_faults(launch.paths.volumes)
-        if faults := faults + mount_faults(launch.paths, launch.command):
-            raise SpecError("\n".join(faults), faults=faults)
+        refuse(volume_faults(launch.paths.volumes) + mount_faults(launch.paths, launch.command))
         missing = shortfalls(launch.resources, self.machine)
         missing += [m for m in allocation_shortfalls(request.allocation, self.machine) if m not in missing]
         if missing:
