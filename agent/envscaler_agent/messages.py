@@ -76,6 +76,14 @@ def parse_object(text: Union[bytes, str], *, where: str, **options: Any) -> Dict
     return body
 
 
+def object_or_empty(text: Union[bytes, str]) -> Dict[str, Any]:
+    """Read *text* as a JSON object; {} for anything else."""
+    try:
+        return parse_object(text, where="")
+    except ProtocolError:
+        return {}
+
+
 def check_schema(schema: object, *, where: str) -> None:
     """Refuse another major version; a newer or older minor is read, unknown fields are ignored.
 

@@ -18,13 +18,13 @@ The ranks of a node share the folder of one save. The first rank completes it af
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from envscaler_agent.errors import CheckpointError
+from envscaler_agent.messages import object_or_empty
 from envscaler_agent.spool import Watched, write_json
 
 NOTHING, SAVE, DRAIN, STOP = range(4)
@@ -312,14 +312,7 @@ class Collective(_Wide):
 
 
 def _read(watched: Watched) -> Dict[str, Any]:
-    data = watched.changed()
-    if data is None:
-        return {}
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    return body if isinstance(body, dict) else {}
+    return object_or_empty(watched.changed() or b"")
 
 
 Layout = Tuple[int, int, int, int]

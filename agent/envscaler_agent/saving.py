@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from envscaler_agent.messages import object_or_empty
 from envscaler_agent.protocol import parse_checkpoint_name
 
 PARTIAL = ".saving-"
@@ -108,10 +109,9 @@ def prune(checkpoints: Path, keep: int = KEEP_LOCAL) -> None:
 def facts_of(folder: Path) -> Dict[str, Any]:
     """Return the content of ``agent.json``, {} without one."""
     try:
-        body = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return object_or_empty((folder / FACTS).read_bytes())
+    except OSError:
         return {}
-    return body if isinstance(body, dict) else {}
 
 
 def _order(name: str) -> "tuple[int, int, int]":

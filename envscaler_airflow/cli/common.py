@@ -100,7 +100,7 @@ def echo_json(body: Any, *, indent: int | None = None) -> None:
 
 
 def echo_result(body: Any, text: str, *, as_json: bool) -> None:
-    """Print *body* for tools, or *text* for people."""
+    """Print *body* for tools, or *text* for readers."""
     if as_json:
         echo_json(body)
     else:

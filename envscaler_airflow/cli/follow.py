@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 import time
@@ -17,8 +16,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from envscaler_agent.messages import object_or_empty
 from envscaler_agent.protocol import Status
-from envscaler_airflow.errors import StoreError
+from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.owner.report import outcome_text, run_bill
 from envscaler_airflow.planning.amounts import duration_text, usd_text
 from envscaler_airflow.run import AttemptState, RunState, fold
@@ -134,11 +134,9 @@ class StageFollower:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            text = self._run.read(name, max_bytes=_MAX_OUTPUT_BYTES)
-            body = json.loads(text or b"{}")
-        except (StoreError, ValueError, RecursionError):
+            return object_or_empty(self._run.read(name, max_bytes=_MAX_OUTPUT_BYTES) or b"")
+        except (StoreError, ProtocolError):
             return {}
-        return body if isinstance(body, dict) else {}
 
     def _events(self) -> Iterator[str]:
         for event in self._run.events.read(after=self.state.number):

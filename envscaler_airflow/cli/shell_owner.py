@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import click
 
 from envscaler_agent.ending import EXIT_STOPPED
-from envscaler_agent.messages import SCHEMA, read_object
+from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA, read_object
 from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
@@ -52,7 +52,7 @@ from envscaler_airflow.run import Actor, RunState, outcome_of
 from envscaler_airflow.run.event_bodies import SHELL, Failed
 from envscaler_airflow.run.narration import printable
 from envscaler_airflow.store.keys import SHELL_DAG
-from envscaler_airflow.store.lease import LEASE, MAX_LEASE_BYTES, RENEW_EVERY_S
+from envscaler_airflow.store.lease import LEASE, RENEW_EVERY_S
 from envscaler_airflow.store.run import Run
 
 OWNER = "lease/owner.json"
@@ -199,7 +199,7 @@ def _by_lease(run: Run, name: str) -> Ownership:
 
 def _age_s(run: Run) -> float | None:
     """Seconds since the lease was renewed, by the store's clock; None if the store reports no dates."""
-    found = run.read_dated(LEASE, max_bytes=MAX_LEASE_BYTES)
+    found = run.read_dated(LEASE, max_bytes=MAX_JSON_BYTES)
     if found is None or found[1] is None:
         return None
     return max(0.0, run.now() - found[1])

@@ -38,15 +38,17 @@ from envscaler_airflow.run.cost import Bill
 from envscaler_airflow.run.event_bodies import AttemptEnded, NewGeneration
 from envscaler_airflow.run.narration import describe, totals
 from envscaler_airflow.store import Run, RunKey, check_store
-from envscaler_airflow.store.lease import (
+from envscaler_airflow.store.logs import (
     BEGIN,
+    CLAIM_CHUNKS,
+    TASK_LOG,
     Cursor,
     TaskLog,
+    labelled,
     log_key,
+    read_lines,
     read_task_log,
-    write_task_log,
 )
-from envscaler_airflow.store.logs import CLAIM_CHUNKS, labelled, read_lines
 from envscaler_airflow.store.run import RESULT
 from envscaler_airflow.triggers.stage_trigger import settle_s
 
@@ -102,7 +104,7 @@ class Transcript:
             self._output(attempt, cursors, log)
         kept = _of(newest, cursors)
         done = TaskLog(shown=kept, kept=kept, host=log.host, event=max(log.event, state.number))
-        write_task_log(self._run, done)
+        self._run.write(TASK_LOG, done.to_json())
         if not goes_on and state.status in ("succeeded", "failed", "stopped"):
             for line in self._totals():
                 self._say(line)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from envscaler_agent.messages import MAX_JSON_BYTES
+from envscaler_agent.messages import MAX_JSON_BYTES, object_or_empty
 from envscaler_agent.protocol import Status, claim_name
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.run import AttemptState, RunState
@@ -196,14 +195,10 @@ def _lines(run: Run, name: str) -> list[Line]:
     for line in text.splitlines():
         if b'"step"' not in line:
             continue
-        try:
-            body = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(body, dict):
-            t, step, samples = (_number(body.get(key)) for key in ("t", "step", "samples"))
-            if t is not None and step is not None:
-                found.append((t, step, samples))
+        body = object_or_empty(line)
+        t, step, samples = (_number(body.get(key)) for key in ("t", "step", "samples"))
+        if t is not None and step is not None:
+            found.append((t, step, samples))
     return sorted(found)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA
+from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA, object_or_empty
 from envscaler_agent.protocol import Ended, Status
 from envscaler_agent.spool import Spool
 from envscaler_airflow.backoff import Backoff
@@ -52,10 +52,10 @@ class Keeper:
     def is_done(self) -> bool:
         """True when it reports that everything is uploaded."""
         try:
-            body = json.loads(read_bytes(self._spool.sidecar, MAX_JSON_BYTES) or b"{}")
-        except (OSError, ValueError, RecursionError):
+            body = read_bytes(self._spool.sidecar, MAX_JSON_BYTES) or b""
+        except OSError:
             return False
-        return isinstance(body, dict) and body.get("phase") == "done"
+        return object_or_empty(body).get("phase") == "done"
 
     def keep(self) -> None:
         """Start it when it does not run and its back-off is over."""

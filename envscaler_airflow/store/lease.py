@@ -6,11 +6,11 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from envscaler_agent.messages import SCHEMA, read_object
+from envscaler_agent.messages import SCHEMA, Message
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store.run_store import Store
+from envscaler_airflow.store.run_store import Store, read_message
 
 LEASE = "lease/run.json"
 RENEW_EVERY_S = 60.0
@@ -21,12 +21,10 @@ MOST_RENEWALS = 2**53
 """Only counters below it are accepted. Source: above it JSON readers do not represent every integer."""
 MOST_TEXT = 4096
 """Longest text read, characters. Chosen: the reason why a pod waits is one line."""
-MAX_LEASE_BYTES = 1 << 20
-"""Largest lease read, bytes. Chosen: the longest reason for a wait fits many times."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+@dataclass(frozen=True)
+class Lease(Message):
     """What the owner (a trigger or an execution) last wrote.
 
     Attributes:
@@ -41,7 +39,12 @@ class Lease:
     counter: int
     holder: str = ""
     waits: str = ""
-    ages: Mapping[str, float] = field(default_factory=dict)
+    ages: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a counter that no owner writes."""
+        if not 0 <= self.counter < MOST_RENEWALS:
+            raise ValueError(f"counter: got {self.counter}, expected a whole number from 0 on")
 
 
 class LeaseFile:
@@ -57,22 +60,11 @@ class LeaseFile:
         Raises:
             ProtocolError: The lease is not of this major version.
         """
-        text = self._run.read(LEASE, max_bytes=MAX_LEASE_BYTES)
-        if text is None:
+        lease = read_message(self._run, LEASE, Lease)
+        if lease is None:
             return None
-        where = self._run.uri(LEASE)
-        body = read_object(text, where=where, max_bytes=MAX_LEASE_BYTES)
-        counter, ages = body.get("counter"), body.get("ages", {})
-        if type(counter) is not int or not 0 <= counter < MOST_RENEWALS:
-            raise ProtocolError(f"{where}: counter: got {counter!r:.80}, expected a whole number from 0 on")
-        if not isinstance(ages, dict):
-            raise ProtocolError(f"{where}: ages: got {ages!r:.80}, expected seconds by name")
-        known = {
-            name: float(age)
-            for name, age in ages.items()
-            if type(age) in (int, float) and 0 <= age <= MAX_AGE_S
-        }
-        return Lease(counter, _text(body.get("holder")), _text(body.get("waits")), known)
+        ages = {name: age for name, age in lease.ages.items() if 0 <= age <= MAX_AGE_S}
+        return replace(lease, holder=lease.holder[:MOST_TEXT], waits=lease.waits[:MOST_TEXT], ages=ages)
 
     def known(self) -> Lease:
         """Return the lease; one with counter 0 if it was never written or cannot be parsed."""
@@ -93,21 +85,10 @@ class LeaseFile:
             last.counter + 1,
             holder,
             last.waits if waits is None else waits,
-            dict(last.ages if ages is None else ages),
+            {name: round(age, 1) for name, age in (last.ages if ages is None else ages).items()},
         )
-        body = {
-            "schema": SCHEMA,
-            "counter": lease.counter,
-            "holder": holder,
-            "waits": lease.waits,
-            "ages": {name: round(seconds, 1) for name, seconds in lease.ages.items()},
-        }
-        self._run.write(LEASE, json.dumps(body, separators=(",", ":")).encode())
+        self._run.write(LEASE, lease.to_json())
         return lease
-
-
-def _text(value: object) -> str:
-    return value[:MOST_TEXT] if isinstance(value, str) else ""
 
 
 class LeaseWatch:
@@ -141,78 +122,6 @@ class LeaseWatch:
     def unchanged_s(self) -> float:
         """Seconds for which the lease did not change, up to the last read; 0 before the first."""
         return self._unchanged_s
-
-
-TASK_LOG = "lease/log.json"
-MAX_BYTES = 1 << 20
-"""Largest file read, bytes. Chosen: cursors for 10,000 nodes fit."""
-
-Cursor = tuple[int, int]
-"""``(chunk, byte offset in it)`` of the next byte to show; chunks count from 1."""
-BEGIN: Cursor = (1, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskLog:
-    """What the task's log already shows.
-
-    Attributes:
-        shown: Position up to which the newest trigger, or an execution after it, showed the output of each
-            node; keys are those of :func:`log_key`.
-        kept: Position up to which an execution logged it.
-        host: Machine of the trigger that wrote last; "" before the first write.
-        event: Number of the newest event that an execution logged; 0 before the first.
-    """
-
-    shown: Mapping[str, Cursor] = field(default_factory=dict)
-    kept: Mapping[str, Cursor] = field(default_factory=dict)
-    host: str = ""
-    event: int = 0
-
-
-def log_key(attempt: tuple[int, int], node: int) -> str:
-    """Name of one node of an attempt ``(generation, number)`` in :class:`TaskLog`."""
-    return f"g{attempt[0]}-a{attempt[1]}-n{node}"
-
-
-def read_task_log(run: Store) -> TaskLog:
-    """Read the log positions of *run*; empty if absent or not parseable.
-
-    A lost position only makes lines appear twice; the stage does not fail.
-
-    Raises:
-        StoreError: The store cannot be read.
-    """
-    try:
-        text = run.read(TASK_LOG, max_bytes=MAX_BYTES)
-        if text is None:
-            return TaskLog()
-        body = read_object(text, where=run.uri(TASK_LOG), max_bytes=MAX_BYTES)
-        return TaskLog(
-            _cursors(body.get("shown")),
-            _cursors(body.get("kept")),
-            str(body.get("host", "")),
-            int(body.get("event", 0)),
-        )
-    except (ProtocolError, ValueError, TypeError, OverflowError, IndexError, AttributeError):
-        return TaskLog()
-
-
-def write_task_log(run: Store, log: TaskLog) -> None:
-    """Replace the stored log positions. Raises StoreError."""
-    body = {
-        "schema": SCHEMA,
-        "shown": dict(log.shown),
-        "kept": dict(log.kept),
-        "host": log.host,
-        "event": log.event,
-    }
-    run.write(TASK_LOG, json.dumps(body, separators=(",", ":")).encode())
-
-
-def _cursors(body: Mapping[str, list[int]] | None) -> dict[str, Cursor]:
-    found = {str(key): (int(at[0]), int(at[1])) for key, at in (body or {}).items()}
-    return {key: at for key, at in found.items() if at[0] >= 1 and at[1] >= 0}
 
 
 SENSOR_LEASE = "lease/scaling.json"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from envscaler_agent import protocol
+from envscaler_agent.messages import Message
 from envscaler_airflow.errors import ProtocolError
 from envscaler_airflow.store.claims import newest_claim
-from envscaler_airflow.store.lease import BEGIN, RENEW_EVERY_S, Cursor, log_key, read_task_log, write_task_log
+from envscaler_airflow.store.lease import RENEW_EVERY_S
 from envscaler_airflow.store.run import Run
-from envscaler_airflow.store.run_store import Store
+from envscaler_airflow.store.run_store import Store, read_message
 
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk read, bytes. Chosen: four times the largest that is written."""
@@ -20,6 +21,55 @@ CLAIM_CHUNKS = 10**9
 """Positions that a cursor reserves for the chunks of one claim. Chosen: one each 10 s for 300 years."""
 LINE_BYTES = 4096
 """Longest line shown, bytes. Chosen: Airflow's log view wraps far below."""
+
+
+TASK_LOG = "lease/log.json"
+Cursor = tuple[int, int]
+"""``(chunk, byte offset in it)`` of the next byte to show; chunks count from 1."""
+BEGIN: Cursor = (1, 0)
+
+
+@dataclass(frozen=True)
+class TaskLog(Message):
+    """What the task's log already shows. Cursors for 10,000 nodes fit into the largest message that is read.
+
+    Attributes:
+        shown: Position up to which the newest trigger, or an execution after it, showed the output of each
+            node; keys are those of :func:`log_key`.
+        kept: Position up to which an execution logged it.
+        host: Machine of the trigger that wrote last; "" before the first write.
+        event: Number of the newest event that an execution logged; 0 before the first.
+    """
+
+    shown: dict[str, Cursor] = field(default_factory=dict)
+    kept: dict[str, Cursor] = field(default_factory=dict)
+    host: str = ""
+    event: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a position that no chunk has."""
+        for at in (*self.shown.values(), *self.kept.values()):
+            if len(at) != 2 or at[0] < 1 or at[1] < 0:
+                raise ValueError(f"got position {at}, expected a chunk from 1 on and an offset")
+
+
+def log_key(attempt: tuple[int, int], node: int) -> str:
+    """Name of one node of an attempt ``(generation, number)`` in :class:`TaskLog`."""
+    return f"g{attempt[0]}-a{attempt[1]}-n{node}"
+
+
+def read_task_log(run: Store) -> TaskLog:
+    """Read the log positions of *run*; empty if absent or not parseable.
+
+    A lost position only makes lines appear twice; the stage does not fail.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    try:
+        return read_message(run, TASK_LOG, TaskLog) or TaskLog()
+    except ProtocolError:
+        return TaskLog()
 
 
 def read_logs(
@@ -125,7 +175,7 @@ class Tail:
             budget -= used
             found += [shown_node] if used else []
         if found:
-            write_task_log(self._run, replace(log, shown=shown, host=platform.node()))
+            self._run.write(TASK_LOG, replace(log, shown=shown, host=platform.node()).to_json())
         if self._is_due():
             self._run.lease.renew(holder=self._holder, ages=ages)
             self._renewed = self._monotonic()

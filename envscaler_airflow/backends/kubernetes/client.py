@@ -71,6 +71,10 @@ class RefusedError(BackendError):
         self.retry_after_s = retry_after_s
 
 
+class ForbiddenError(RefusedError):
+    """The identity may not make the call, as the server says with its roles read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One answer.
@@ -428,7 +432,8 @@ def _refusal(method: str, path: str, response: Any) -> RefusedError:
     if status == 403 and "cannot" in message:
         message += f" (verb {_VERBS[method]}); `envscaler kubernetes rbac` prints the Role that is needed"
     retry_after = response.headers.get("Retry-After", "")
-    return RefusedError(
+    kind = ForbiddenError if status == 403 else RefusedError
+    return kind(
         f"{method} {path}: {status} {message or reason}",
         status=status,
         reason=reason,

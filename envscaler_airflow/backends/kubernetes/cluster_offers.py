@@ -12,6 +12,7 @@ from envscaler_airflow.backends.kubernetes.job_manifest import (
     SIDECAR_CPUS,
     SIDECAR_MEMORY_BYTES,
 )
+from envscaler_airflow.backends.kubernetes.job_snapshot import Json, is_pod_over
 from envscaler_airflow.backends.kubernetes.scheduling import (
     BY_GPU,
     SPOT,
@@ -222,9 +223,6 @@ def _share(whole: Offer, count: int, full: float, unit: str) -> Offer:
     )
 
 
-Json = Mapping[str, Any]
-
-
 def requested(pod: Json, resource: str | None = None) -> Capacity:
     """What *pod* requests: the containers that run together, or the largest that runs before them.
 
@@ -301,7 +299,7 @@ def _left(nodes: Iterable[Json], pods: Iterable[Json], resource: str | None) -> 
     left = {node["metadata"]["name"]: (node, whole_of(node, resource)) for node in nodes}
     for pod in pods:
         name = (pod.get("spec") or {}).get("nodeName")
-        if name in left and (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"):
+        if name in left and not is_pod_over(pod):
             node, has = left[name]
             need = requested(pod, resource)
             rest = Capacity(has.vcpus - need.vcpus, has.memory_gib - need.memory_gib, has.gpus - need.gpus)

@@ -27,6 +27,7 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     index_of,
     indexes,
     is_about,
+    is_pod_over,
     job_end,
     joined,
     since,
@@ -217,7 +218,6 @@ STUCK_AFTER_S = 600.0
 
 Chosen: longer than the kubelet tries to unmount a volume; a process in an uninterruptible wait never ends.
 """
-MAIN = "main"
 
 _BEFORE = {"capacity": "scheduling", "placement": "scheduling", "image": "pulling", "refused": "config"}
 """The reason of a wait before it timed out: an attempt that is stopping does not time out again."""
@@ -239,7 +239,7 @@ def end_of(pod: Json) -> NodeEnd:
     if reason.startswith(_REFUSED):
         return _lost(f"{reason}: {first_sentence(message)}")
     disruption = condition(pod, "DisruptionTarget")
-    main = container_state(container(pod, MAIN), "terminated")
+    main = container_state(container(pod, names.MAIN), "terminated")
     if main is not None and main.get("reason") == "OOMKilled":
         return _out_of_memory(main)
     if disruption is not None:
@@ -333,7 +333,7 @@ def _read_job(seen: Seen, nodes: int) -> AttemptStatus:
 def _without_job(seen: Seen, node: int, pod: Json | None) -> NodeStatus:
     """Lost once its pod has ended: until then the pod may save, and no other attempt may run beside it."""
     gone = "its Job is gone from the cluster"
-    if pod is None or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+    if pod is None or is_pod_over(pod):
         return NodeStatus(node, "lost", reason="lost", detail=gone)
     return _silent_node(seen, node, pod) or NodeStatus(node, "running", detail=f"is being ended: {gone}")
 
@@ -369,7 +369,7 @@ def _unfinished(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus:
     stuck = _stuck(seen, job, node, pod)
     if stuck is not None:
         return stuck
-    main = container(pod, MAIN)
+    main = container(pod, names.MAIN)
     if container_state(main, "running") is not None or container_state(main, "terminated") is not None:
         if is_held(pod, seen):
             return _told(job, node, end_of(pod))
@@ -397,7 +397,7 @@ def _stuck(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus | None:
     silence = silent_for(pod, seen)
     if silence is None or silence < HELD_S:
         return None
-    if container_state(container(pod, MAIN), "terminated") is not None:
+    if container_state(container(pod, names.MAIN), "terminated") is not None:
         return _told(job, node, end_of(pod))
     if silence < STUCK_AFTER_S:
         return None
@@ -407,7 +407,7 @@ def _stuck(seen: Seen, job: Json, node: int, pod: Json) -> NodeStatus | None:
 
 def is_held(pod: Json, seen: Seen) -> bool:
     """True for a pod whose training ended a while ago, and that only containers of others keep running."""
-    end = timestamp((container_state(container(pod, MAIN), "terminated") or {}).get("finishedAt"))
+    end = timestamp((container_state(container(pod, names.MAIN), "terminated") or {}).get("finishedAt"))
     if end is None or seen.server_time is None or not _held_by(pod):
         return False
     return seen.server_time - end >= HELD_S
@@ -419,7 +419,7 @@ def _held_by(pod: Json) -> str:
     The kubelet ends a pod when all containers except its native sidecars have ended. A plain container that a
     webhook added, such as a proxy of a service mesh, never ends.
     """
-    if container_state(container(pod, MAIN), "terminated") is None:
+    if container_state(container(pod, names.MAIN), "terminated") is None:
         return ""
     if pod["metadata"].get("deletionTimestamp") or condition(pod, "DisruptionTarget") is not None:
         return ""

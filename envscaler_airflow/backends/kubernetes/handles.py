@@ -10,14 +10,13 @@ from typing import Any
 
 from envscaler_airflow.backends.base import AttemptRequest, Leftover
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.client import Answer
+from envscaler_airflow.backends.kubernetes.client import Answer, Json
 from envscaler_airflow.backends.kubernetes.job_snapshot import job_end, stop_asked, timestamp
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.run import Handle
 
 log = logging.getLogger(__name__)
 
-Json = dict[str, Any]
 
 BACKEND = "kubernetes"
 

@@ -15,7 +15,6 @@ from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedE
 from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.failures import (
     LOST_AFTER_S,
-    MAIN,
     is_silent,
     read_attempt,
     silent_for,
@@ -27,6 +26,7 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     condition,
     index_of,
     indexes,
+    is_pod_over,
     job_end,
     stop_asked,
 )
@@ -74,7 +74,7 @@ MIB = 1 << 20
 
 def patch_of(pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> Json:
     """The body for the pod's resize subresource; an existing limit changes with the request."""
-    [main] = [one for one in pod["spec"]["containers"] if one["name"] == MAIN]
+    [main] = [one for one in pod["spec"]["containers"] if one["name"] == names.MAIN]
     wanted = {}
     if vcpus is not None:
         wanted["cpu"] = f"{round(vcpus * 1000)}m"
@@ -86,7 +86,7 @@ def patch_of(pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> Jso
     if kept:
         resources["limits"] = kept
     metadata = {"uid": pod["metadata"]["uid"]}
-    return {"metadata": metadata, "spec": {"containers": [{"name": MAIN, "resources": resources}]}}
+    return {"metadata": metadata, "spec": {"containers": [{"name": names.MAIN, "resources": resources}]}}
 
 
 def ask(cluster: Cluster, pod: Json, *, vcpus: float | None, memory_bytes: int | None) -> ResizeState:
@@ -132,7 +132,7 @@ def _state(pod: Json) -> ResizeState:
 def _has_what_it_asks_for(pod: Json) -> bool:
     """Compare with the kubelet's report on the training; Kubernetes 1.33 has no generation of a pod."""
     asked, given = (
-        next((one.get("resources") or {} for one in found or () if one["name"] == MAIN), {})
+        next((one.get("resources") or {} for one in found or () if one["name"] == names.MAIN), {})
         for found in (pod["spec"]["containers"], (pod.get("status") or {}).get("containerStatuses"))
     )
     return all(
@@ -240,8 +240,7 @@ def stop_part(cluster: Cluster, part: Part, seen: Seen, *, grace_s: float) -> No
     # so that the kubelet sees the end. A pod that waits for a node has none: the deadline ends it.
     grace = max(1, math.ceil(grace_s))
     for pod in seen.pods:
-        is_over = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-        if is_over or (job is not None and not pod["spec"].get("nodeName")):
+        if is_pod_over(pod) or (job is not None and not pod["spec"].get("nodeName")):
             continue
         metadata = pod["metadata"]
         path = names.pods(metadata["namespace"], metadata["name"])
@@ -406,14 +405,14 @@ def break_pod(cluster: Cluster, pod: Json | None, fault: NodeFault) -> Injection
         with suppress(BackendError):  # its pod was replaced meanwhile
             _break(cluster, pod, "resume")
 
-    by_hand = f"kubectl exec -n {namespace} {name} -c {MAIN} -- kill -CONT {found}"
+    by_hand = f"kubectl exec -n {namespace} {name} -c {names.MAIN} -- kill -CONT {found}"
     return Injection(did, resume, by_hand)
 
 
 def _break(cluster: Cluster, pod: Json, what: str) -> str:
     """The processes of the container that were signalled."""
     metadata = pod["metadata"]
-    container = "sidecar" if _PARTS.get(what) == "sidecar" else MAIN
+    container = "sidecar" if _PARTS.get(what) == "sidecar" else names.MAIN
     most = (_memory_limit(pod) or 0) // MIB
     command = ["python3", "-c", _BREAK, what, str(most)]
     path = names.pods(metadata["namespace"], metadata["name"], "exec")
@@ -425,6 +424,6 @@ def _break(cluster: Cluster, pod: Json, what: str) -> str:
 
 def _memory_limit(pod: Json) -> int | None:
     """Bytes of memory that the training may use; None without a limit."""
-    [main] = [one for one in pod["spec"]["containers"] if one["name"] == MAIN]
+    [main] = [one for one in pod["spec"]["containers"] if one["name"] == names.MAIN]
     limit = ((main.get("resources") or {}).get("limits") or {}).get("memory")
     return None if limit is None else int(quantity(str(limit)))

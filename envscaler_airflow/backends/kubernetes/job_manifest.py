@@ -70,7 +70,6 @@ def _container(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-MAIN = "main"
 SIDECAR = "sidecar"
 INSTALL = "install"
 MIB = 1 << 20
@@ -334,10 +333,10 @@ class _Attempt:
         spec |= {"priorityClassName": settings.priority_class} if settings.priority_class else {}
         spec |= {"imagePullSecrets": secrets} if (secrets := self._pull_secrets()) else {}
         spec["securityContext"] = security.pod_security(settings.user)
-        identity = security.own_identity((MAIN, INSTALL)) if settings.service_account else {}
+        identity = security.own_identity((names.MAIN, INSTALL)) if settings.service_account else {}
         marks = {"annotations": marked} if (marked := {**identity, **mounts.annotations}) else {}
         pod = {"metadata": {"labels": dict(labels), **marks}, "spec": spec}
-        return merge_pod(pod, settings.pod_override, keep_name=MAIN)
+        return merge_pod(pod, settings.pod_override, keep_name=names.MAIN)
 
     def _pull_secrets(self) -> list[dict[str, str]]:
         found = [*self.settings.pull_secrets]
@@ -351,7 +350,7 @@ class _Attempt:
         settings = self.settings
         options = ["--grace", f"{_wrapper_grace(self.grace_s):g}", "--drain", f"{settings.drain_s:g}"]
         return {
-            "name": MAIN,
+            "name": names.MAIN,
             "image": self._image(),
             "command": ["python3", f"{at.AGENT}/pod_main.py"],
             "args": [*options, "--", *(escaped(word) for word in self.launch.command)],
@@ -508,10 +507,10 @@ def _failure_rules(nodes: int, pod: Mapping[str, Any]) -> list[dict[str, Any]]:
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
     if nodes == 1:
-        ours = {"containerName": MAIN, "operator": "In", "values": list(EXIT_CODES.values())}
+        ours = {"containerName": names.MAIN, "operator": "In", "values": list(EXIT_CODES.values())}
         return [ignored, {"action": "FailJob", "onExitCodes": ours}]
-    went = {"containerName": MAIN, "operator": "In", "values": _ORDERLY}
-    other = {"containerName": MAIN, "operator": "NotIn", "values": [0, *_ORDERLY]}
+    went = {"containerName": names.MAIN, "operator": "In", "values": _ORDERLY}
+    other = {"containerName": names.MAIN, "operator": "NotIn", "values": [0, *_ORDERLY]}
     before = [one.get("name") for one in pod["initContainers"] if one.get("restartPolicy") != "Always"]
     failed = ({"containerName": name, "operator": "NotIn", "values": [0]} for name in before if name)
     return [

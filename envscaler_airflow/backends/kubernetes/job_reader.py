@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from envscaler_airflow.backends.base import AttemptStatus
 from envscaler_airflow.backends.kubernetes import failures, names
-from envscaler_airflow.backends.kubernetes.client import Cluster, Json, RefusedError
+from envscaler_airflow.backends.kubernetes.client import Cluster, ForbiddenError, Json, RefusedError
 from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
-from envscaler_airflow.backends.kubernetes.failures import MAIN, is_waiting_silently
+from envscaler_airflow.backends.kubernetes.failures import is_waiting_silently
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.job_snapshot import Seen, job_end
+from envscaler_airflow.backends.kubernetes.job_snapshot import Seen, is_pod_over, job_end
 from envscaler_airflow.backends.kubernetes.job_usage import needs_history
 from envscaler_airflow.backends.kubernetes.shared_watch import View
 
@@ -27,7 +27,7 @@ def look_at(part: Part, cluster: Cluster, view: View | None, settings: Settings)
     # A view may be older than the Job: nothing is deleted before the server reports it. One of its two
     # watches may be behind: a Job ends after its pods, so beside an ended Job no pod still runs or is still
     # to come.
-    is_whole = len(pods) >= part.nodes and all(map(_is_over, pods))
+    is_whole = len(pods) >= part.nodes and all(map(is_pod_over, pods))
     if job is None or (job_end(job) is not None and view is not None and not is_whole):
         job, pods, server_time = _fetch(cluster, part)
     if job is not None and job["metadata"]["uid"] != part.uid:
@@ -94,10 +94,6 @@ def gone(cluster: Cluster, rendered: Json, beside: Json) -> Json:
     return {**rendered, "metadata": {**metadata, **made}}
 
 
-def _is_over(pod: Json) -> bool:
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-
-
 def _is_owned(pod: Json, uid: str) -> bool:
     return any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or ())
 
@@ -123,9 +119,7 @@ def with_history(cluster: Cluster, part: Part, seen: Seen) -> Seen:
     query = {"fieldSelector": f"involvedObject.uid={part.uid}"}
     try:
         events = cluster.list(names.events(part.namespace), query).body["items"]
-    except RefusedError as err:
-        if err.status != 403 or err.transient:
-            raise
+    except ForbiddenError:
         return seen
     made: dict[int, frozenset[str]] = {}
     for event in events:
@@ -169,7 +163,7 @@ def kept_output(
         path = names.pods(pod["metadata"]["namespace"], pod["metadata"]["name"], "log")
         lines: list[bytes] = []
         try:
-            lines = list(cluster.stream(path, {"container": MAIN}))
+            lines = list(cluster.stream(path, {"container": names.MAIN}))
         except RefusedError as err:
             if err.status not in (400, 404):  # not started, or deleted
                 raise

@@ -74,6 +74,11 @@ def job_end(job: Json) -> Json | None:
     return condition(job, "Complete") or condition(job, "Failed")
 
 
+def is_pod_over(pod: Json) -> bool:
+    """True once none of the pod's containers runs or will run."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
 def indexes(text: str | None) -> frozenset[int]:
     """Indexes of ``completedIndexes``: ``0-2,5``."""
     found: set[int] = set()

@@ -12,6 +12,7 @@ from envscaler_airflow.backends.kubernetes.job_snapshot import (
     Json,
     Seen,
     index_of,
+    is_pod_over,
     job_end,
     stop_asked,
     timestamp,
@@ -89,7 +90,7 @@ def _of_pod(pod: Json, seen: Seen) -> UsageInterval | None:
     if node is None or start is None:
         return None
     end = None
-    if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed") or _is_over(seen):
+    if is_pod_over(pod) or _is_over(seen):
         end = max(start, _ended_at(pod) or _job_ended_at(seen) or start)
     elif is_held(pod, seen):
         end = max(start, seen.server_time or start)  # it is released at this time

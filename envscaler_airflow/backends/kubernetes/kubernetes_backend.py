@@ -16,7 +16,15 @@ from envscaler_airflow.backends.base import (
     ResizeState,
 )
 from envscaler_airflow.backends.kubernetes import names
-from envscaler_airflow.backends.kubernetes.client import Answer, Cluster, Json, RefusedError, connect, located
+from envscaler_airflow.backends.kubernetes.client import (
+    Answer,
+    Cluster,
+    ForbiddenError,
+    Json,
+    RefusedError,
+    connect,
+    located,
+)
 from envscaler_airflow.backends.kubernetes.cluster_offers import derived_offers, free_nodes, shortfall
 from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.handles import (
@@ -174,9 +182,7 @@ class KubernetesBackend:
             return tuple(item.offer(self.settings.region) for item in self.settings.cluster_prices)
         try:
             nodes = self._nodes()
-        except RefusedError as err:
-            if err.status != 403 or err.transient:
-                raise
+        except ForbiddenError as err:
             raise NoOfferError(
                 f"{err}; grant it, or list what is available as cluster_prices in the configuration"
             ) from err
@@ -211,9 +217,7 @@ class KubernetesBackend:
             freed = {(part.namespace, part.name) for part in self._parts(without)} if without else set()
             pods = [pod for pod in pods if job_of(pod) not in freed]
             return free_nodes(offers, self._nodes(), pods, self.settings)
-        except RefusedError as err:
-            if err.status != 403 or err.transient:
-                raise
+        except ForbiddenError:
             return {}
 
     def render(self, request: AttemptRequest) -> dict[str, Any]:
@@ -229,9 +233,7 @@ class KubernetesBackend:
         for name in drivers_for(request.launch.paths.volumes):
             try:
                 answer = self.cluster.find(names.drivers(name))
-            except RefusedError as err:
-                if err.status != 403 or err.transient:
-                    raise
+            except ForbiddenError:
                 continue
             modes = (answer.body.get("spec") or {}).get("volumeLifecycleModes") if answer else None
             if "Ephemeral" in (modes or ()):
@@ -402,10 +404,8 @@ class KubernetesBackend:
             return
         try:
             nodes = self._nodes()
-        except RefusedError as err:
-            if err.status == 403 and not err.transient:
-                return
-            raise
+        except ForbiddenError:
+            return
         for part, rendered in zip(request.allocation.parts, parts, strict=True):
             missing = shortfall(rendered["job"]["spec"]["template"], part, nodes, self.settings)
             if missing is not None:
@@ -533,9 +533,7 @@ class KubernetesBackend:
         pods = self.pods(handle)
         try:
             nodes = {node["metadata"]["name"]: node for node in self._nodes()}
-        except RefusedError as err:
-            if err.status != 403 or err.transient:
-                raise
+        except ForbiddenError:
             nodes = {}
         return frozenset(
             node for node, pod in pods if is_removable(pod, nodes.get(pod["spec"].get("nodeName") or ""))

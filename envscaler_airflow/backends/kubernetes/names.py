@@ -13,6 +13,8 @@ MAX_JOB_CHARACTERS = 52
 MAX_LABEL_CHARACTERS = 63
 """Longest DNS label and label value. Source: RFC 1123; Kubernetes, labels and selectors."""
 
+MAIN = "main"
+"""Container of the stage in each of its pods."""
 RUN = "envscaler.io/run"
 """Label: hash of store and run."""
 GENERATION = "envscaler.io/generation"

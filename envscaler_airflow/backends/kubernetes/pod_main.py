@@ -74,16 +74,16 @@ def await_sidecar(spool: Path, drain_s: float, *, sleep: Callable[[float], None]
         waited += POLL_S
 
 
-def say_end(spool: Path, log: Path = TERMINATION_LOG) -> None:
+def say_end(spool: Path) -> None:
     """Write the reason of the end where the cluster shows it; without any output of the command."""
     ended = _read(spool / "wrapper.json").get("ended") or {}
-    if not ended or not log.exists():
+    if not ended or not TERMINATION_LOG.exists():
         return
     body = {"reason": ended.get("reason"), "detail": str(ended.get("detail") or "")[:500]}
     try:
-        log.write_text(json.dumps(body)[:MAX_MESSAGE_BYTES], encoding="utf-8")
+        TERMINATION_LOG.write_text(json.dumps(body)[:MAX_MESSAGE_BYTES], encoding="utf-8")
     except OSError as err:
-        sys.stderr.write(f"envscaler: {log}: {err.strerror}\n")
+        sys.stderr.write(f"envscaler: {TERMINATION_LOG}: {err.strerror}\n")
 
 
 def _read(path: Path) -> Dict[str, Any]:

@@ -24,7 +24,7 @@ from envscaler_airflow.operators import arguments as asked
 from envscaler_airflow.operators.arguments import chosen_parameters, spec_path
 from envscaler_airflow.operators.stage import RunStoreLink, store_page
 from envscaler_airflow.store import EventLog, open_store
-from envscaler_airflow.store.lease import read_task_log
+from envscaler_airflow.store.logs import read_task_log
 from envscaler_airflow.store.run import Run
 
 

@@ -11,8 +11,7 @@ from envscaler_airflow.operators import execution
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store import check_store, open_store
-from envscaler_airflow.store.lease import TaskLog, read_task_log, write_task_log
-from envscaler_airflow.store.logs import Tail, labelled
+from envscaler_airflow.store.logs import TASK_LOG, Tail, TaskLog, labelled, read_task_log
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 
@@ -215,5 +214,5 @@ def test_a_position_that_cannot_be_read_begins_again(view, text):
     view.store.write(f"{PREFIX}/lease/log.json", text)
 
     assert read_task_log(Run(view.store, PREFIX)) == TaskLog()
-    write_task_log(Run(view.store, PREFIX), TaskLog({"g1-a1-n0": (2, 5)}, {}, "host", 3))
+    Run(view.store, PREFIX).write(TASK_LOG, TaskLog({"g1-a1-n0": (2, 5)}, {}, "host", 3).to_json())
     assert read_task_log(Run(view.store, PREFIX)) == TaskLog({"g1-a1-n0": (2, 5)}, {}, "host", 3)

@@ -21,8 +21,8 @@ from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import Actor
 from envscaler_airflow.run.event_bodies import NewOwner, read_body
 from envscaler_airflow.store import EventLog, RunKey, check_store, open_store
-from envscaler_airflow.store.lease import SensorLease, SensorWatch, read_task_log
-from envscaler_airflow.store.logs import Tail
+from envscaler_airflow.store.lease import SensorLease, SensorWatch
+from envscaler_airflow.store.logs import Tail, read_task_log
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend, cpu_offer
 from envscaler_airflow.triggers import stage_trigger as stage_module
