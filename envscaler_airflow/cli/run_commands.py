@@ -27,8 +27,8 @@ from envscaler_airflow.cli.shell_owner import Foreground, own_and_tell, shell_ac
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, refuse_own_secrets, spec_options
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import EnvScalerError, SpecError, refuse
+from envscaler_airflow.images.dry_run import lacking_code
 from envscaler_airflow.images.locks import LOCK
-from envscaler_airflow.images.needs import lacking_code
 from envscaler_airflow.owner.stage import Stage
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.manifests import newest_manifest

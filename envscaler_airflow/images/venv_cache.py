@@ -13,8 +13,8 @@ from pathlib import Path
 
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import SpecError
+from envscaler_airflow.images.dry_run import INSTALL_UV, has_uv, python_of
 from envscaler_airflow.images.locks import resolve, strategy
-from envscaler_airflow.images.needs import INSTALL_UV, has_uv, python_of
 from envscaler_airflow.images.programs import run_program, uv_program
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.venv import python_version

@@ -32,7 +32,7 @@ def _create(settings: Mapping[str, Any], _access: Access | None) -> LocalBackend
 def _faults(spec: EnvSpec) -> list[str]:
     """Sources that this machine cannot open, and for a spec of this target paths that it cannot mount."""
     from envscaler_airflow.backends.local.volumes import mount_faults  # noqa: PLC0415  # only to check
-    from envscaler_airflow.images.needs import local_source_faults  # noqa: PLC0415  # as above
+    from envscaler_airflow.images.dry_run import local_source_faults  # noqa: PLC0415  # as above
     from envscaler_airflow.launch import Paths  # noqa: PLC0415  # as above
 
     found = local_source_faults(spec)

@@ -67,6 +67,7 @@ class Machine:
         gpus: GPUs that the driver shows.
         arch: ``x86_64`` or ``arm64``.
         identity: See :class:`Identity`.
+        driver: Version of the GPU driver; None without one.
     """
 
     cpus: tuple[int, ...]
@@ -74,6 +75,7 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     arch: str = "x86_64"
     identity: Identity = Identity("")
+    driver: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse a machine without CPUs or memory."""
@@ -89,10 +91,12 @@ class Machine:
 @cache
 def this_machine() -> Machine:
     """This machine's resources, read once per process."""
+    gpus, driver = _gpus()
     return Machine(
         cpus=_cpus(),
         memory_bytes=_memory_bytes(),
-        gpus=_gpus(),
+        gpus=gpus,
+        driver=driver,
         arch="arm64" if platform.machine() in ("arm64", "aarch64") else "x86_64",
         identity=this_identity(),
     )
@@ -154,25 +158,30 @@ def _memory_bytes() -> int:
     return total
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    """What NVML shows; none without a driver."""
+def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
+    """What NVML shows, and the driver's version; none without a driver."""
     import pynvml  # noqa: PLC0415  # slow; only needed to detect GPUs
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()
+        return (), None
     try:
-        return tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+        found = tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+        return found, _said(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:
-        return ()
+        return (), None
     finally:
         pynvml.nvmlShutdown()
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
     device = nvml.nvmlDeviceGetHandleByIndex(index)
-    said = nvml.nvmlDeviceGetName(device)
     total_gb = nvml.nvmlDeviceGetMemoryInfo(device).total / 1e9
-    name = canonical_gpu(said.decode() if isinstance(said, bytes) else str(said), total_gb)
+    name = canonical_gpu(_said(nvml.nvmlDeviceGetName(device)), total_gb)
     return Gpu(index, name, nominal_memory_gb(name, total_gb))
+
+
+def _said(text: bytes | str) -> str:
+    """Text of NVML, which older versions of its package return as bytes."""
+    return text.decode() if isinstance(text, bytes) else text

@@ -14,7 +14,7 @@ from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import NoOfferError, SpecError
 from envscaler_airflow.images.build import Built
 from envscaler_airflow.images.builders import Docker, Image
-from envscaler_airflow.images.needs import Here
+from envscaler_airflow.images.dry_run import Here
 from envscaler_airflow.launch import launch_of
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run_store import open_store

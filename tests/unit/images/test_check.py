@@ -12,8 +12,7 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.dry_run import missing_here, missing_on
-from envscaler_airflow.images.needs import Here, installed_versions, look_here
+from envscaler_airflow.images.dry_run import Here, installed_versions, look_here, missing_here, missing_on
 from envscaler_airflow.images.requirement_files import Requirements
 
 GIB = 1 << 30

@@ -10,8 +10,7 @@ from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.bases import facts, fetching_packages
 from envscaler_airflow.images.cuda import software, software_faults
 from envscaler_airflow.images.dockerfile import render_dockerfile
-from envscaler_airflow.images.dry_run import missing_here
-from envscaler_airflow.images.needs import Here
+from envscaler_airflow.images.dry_run import Here, missing_here
 from envscaler_airflow.images.requirement_files import MAIN, read_requirements
 
 CONDA = """\

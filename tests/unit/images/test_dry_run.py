@@ -11,8 +11,7 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images import venv_cache
-from envscaler_airflow.images.dry_run import missing_here
-from envscaler_airflow.images.needs import Here, python_of
+from envscaler_airflow.images.dry_run import Here, missing_here, python_of
 
 VOLUME = "volumes: [{{name: d, source: '{}', mount_path: {}, access_mode: ReadOnly}}]\n"
 HEAD = "version: v1\nname: s\n"
@@ -102,7 +101,7 @@ def test_a_store_or_volume_whose_package_is_not_there_is_named(stage, monkeypatc
     def absent(url):
         raise SpecError(f"{url}: install the [amazon] extra")
 
-    monkeypatch.setattr("envscaler_airflow.images.needs.open_store", absent)
+    monkeypatch.setattr("envscaler_airflow.images.dry_run.open_store", absent)
     text = f"entrypoint: ['true']\n{VOLUME.format('s3://b/x', '/d')}"
 
     assert stage(text, store_url="s3://b/store") == [
