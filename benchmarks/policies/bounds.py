@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 from figures import GROUPS
 
-from envscaler_airflow.scaling.deadline import DeadlinePolicy, Hazard, SpotJob, SpotView
+from envscaler_airflow.scaling.deadline import Hazard, SpotJob, SpotView, Zone
 from envscaler_airflow.scaling.deadline.risk import age_bin
 from envscaler_airflow.simulate.compared_policies import UniformProgress, spot_optimum
 from envscaler_airflow.simulate.reports import SpotCell
 from envscaler_airflow.simulate.spot import of_dataset, read_traces, read_windows, simulate_spot
+from envscaler_airflow.simulate.spot_policy import DeadlinePolicy
 
 CELL = SpotCell(48.0, 52.0, 0.2, 3.06, 0.9731)
 PAST = 1000
@@ -50,23 +52,29 @@ class Told(DeadlinePolicy):
 
     regimes: Sequence[int] = ()
 
-    def costs(self, view: SpotView) -> dict[str | None, tuple[float, int]]:
-        """Costs under the true regime."""
-        for risk in self._risks.values():
-            risk.belief = [float(at == self.regimes[view.tick]) for at in range(len(risk.belief))]
-        return super().costs(view)
+    def zones(self, view: SpotView) -> tuple[Zone, ...]:
+        """Believe in the true regime."""
+        known = tuple(float(at == self.regimes[view.tick]) for at in range(len(self._hazard.regimes)))
+        return tuple(replace(zone, belief=known) for zone in super().zones(view))
 
 
 class Foreseeing(DeadlinePolicy):
     """Knows how long each zone will stay up, and uses only that to choose the zone."""
 
-    zones: Mapping[str, Sequence[int]] = {}
+    truth: Mapping[str, Sequence[int]] = {}
 
-    def _score(self, name: str, view: SpotView, *, is_up: bool) -> float:
-        row, ticks = self.zones[name][view.tick :], 0
-        while is_up and ticks < len(row) and row[ticks] > 0:
-            ticks += 1
-        return -float(ticks)
+    def zones(self, view: SpotView) -> tuple[Zone, ...]:
+        """Show only the zone that stays up longest, where one is up."""
+
+        def lasts(zone: Zone) -> int:
+            row, ticks = self.truth[zone.name][view.tick :], 0
+            while ticks < len(row) and row[ticks] > 0:
+                ticks += 1
+            return ticks
+
+        known = super().zones(view)
+        best = max(known, key=lasts)
+        return (best,) if lasts(best) else known
 
 
 def print_drawn(jobs: int) -> None:
@@ -102,7 +110,7 @@ def print_zones(data: Path) -> None:
         for group in groups:
             for start in starts:
                 zones, past = _split(traces.zones, group, start - traces.first, job)
-                policies[2].zones = zones
+                policies[2].truth = zones
                 for at, policy in enumerate(policies):
                     sums[at] += simulate_spot(job, zones, policy, history=past).cost_usd
         head = f"{name.split('_')[0]}, several zones, to Uniform Progress with failover"

@@ -17,7 +17,7 @@ from typing import Any
 
 from fit import FILES, unseen
 
-from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotView
+from envscaler_airflow.scaling.deadline import SpotView
 from envscaler_airflow.simulate.compared_policies import UniformProgress
 from envscaler_airflow.simulate.elastic import best_fixed, elastic_optimum, gpu_prices, load_models
 from envscaler_airflow.simulate.reports import (
@@ -38,6 +38,7 @@ from envscaler_airflow.simulate.spot import (
     read_traces,
     read_windows,
 )
+from envscaler_airflow.simulate.spot_policy import DeadlinePolicy
 
 CELLS = [(deadline, overhead) for deadline in (52.0, 70.0, 92.0) for overhead in (0.02, 0.05, 0.2, 0.4)]
 SETS = ("aws2022_k80v100_600s.csv", "awsV100_2023_195s.csv", "gcpH100_2025_600s_count16.csv")

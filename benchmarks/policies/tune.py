@@ -18,7 +18,8 @@ from pathlib import Path
 
 from fit import FILES, TUNED, unseen
 
-from envscaler_airflow.scaling.deadline import DeadlinePolicy, SpotJob, cost_table, policy
+from envscaler_airflow.scaling.deadline import SpotJob, cost_table
+from envscaler_airflow.simulate import spot_policy
 from envscaler_airflow.simulate.compared_policies import UniformProgress
 from envscaler_airflow.simulate.spot import read_traces, simulate_spot
 
@@ -45,7 +46,7 @@ def ratio(data: Path, at: int, cell: tuple[float, float], zones: int) -> float |
     (deadline, overhead), (_, gap_s, every) = cell, FILES[at]
     gap = gap_s * every
     job = SpotJob(int(deadline * 3600 / gap), gap, 48 * 3600.0, overhead * 3600.0, 3.06, 0.9731)
-    ours, theirs, mine = 0.0, 0.0, DeadlinePolicy(unseen("odd-late"))
+    ours, theirs, mine = 0.0, 0.0, spot_policy.DeadlinePolicy(unseen("odd-late"))
     for group, first, end in zones_of(data, at, zones):
         for start in range(first, end - job.ticks + 1, int(EVERY_H * 3600 / gap)):
             rows = {name: row[start : start + job.ticks] for name, row in group.items()}
@@ -57,7 +58,7 @@ def ratio(data: Path, at: int, cell: tuple[float, float], zones: int) -> float |
 
 def means(data: Path, faster: float, together: float) -> tuple[str, str]:
     """Mean over sets and cells, of one zone and of three."""
-    cost_table.FASTER, policy.TOGETHER = faster, together
+    cost_table.FASTER, spot_policy.TOGETHER = faster, together
     one = [ratio(data, at, cell, 1) for at in range(len(FILES)) for cell in CELLS]
     three = [ratio(data, at, (52, 0.2), 3) for at in range(len(FILES))]
     return _mean(one), _mean(three)

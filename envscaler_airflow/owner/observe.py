@@ -11,7 +11,7 @@ from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
-from envscaler_airflow.owner import facts, limits
+from envscaler_airflow.owner import facts, limits, resume
 from envscaler_airflow.owner.policies import policies_of, present_table, read_forecast
 from envscaler_airflow.owner.stage_knowledge import START_S, START_STDEV_S
 from envscaler_airflow.planning import Allocation, Knowledge, Overheads, Speed, measure, merged
@@ -33,6 +33,7 @@ from envscaler_airflow.scaling import (
     usage_samples,
     work_of,
 )
+from envscaler_airflow.scaling.deadline import Market
 from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
 from envscaler_airflow.scaling.observation import Refused
@@ -202,6 +203,30 @@ class ScalingWatcher:
             phase_lasts_s=self._forecast.lasts_s(),
             wanted=dict(self._memory.wanted),
             refused={item.target: Refused(item.times, max(0.0, now - item.at)) for item in state.refused},
+            market=self._market(state, live, mine, head),
+        )
+
+    def _market(
+        self, state: RunState, live: AttemptState, mine: _Attempt, head: Status | None
+    ) -> Market | None:
+        """Return the samples of spot, if the policy needs them."""
+        known = self._policies.get(self.policy(state).name)
+        if known is None or not known.needs_market or state.begun.deadline_s is None:
+            return None
+        speed = merged(mine.earlier, measure(mine.points))
+        step, saved = (None, None) if head is None else (head.progress.step, head.last_checkpoint_step)
+        unsaved_s = 0.0
+        if head is not None and step is not None and speed is not None and mine.unit == "steps":
+            begun = head.resumed_at or 0
+            unsaved_s = max(0, step - max(begun, saved or 0)) / speed.mean
+        return resume.market_of(
+            self._run,
+            self._backend,
+            state,
+            here=live.allocation,
+            candidates=self.candidates(state),
+            pause_s=expected_pause_s(live, head),
+            unsaved_s=unsaved_s,
         )
 
     def _work_and_places(

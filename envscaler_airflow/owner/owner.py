@@ -31,6 +31,7 @@ from envscaler_airflow.owner import (
     limits,
     move,
     report,
+    resume,
     start,
     stop,
 )
@@ -284,6 +285,7 @@ class Owner:
             memory_cap_bytes=choose.memory_cap_bytes(spec, self.owned.backend.offers() if is_full else ()),
             oom_memory_factor=spec.failure.oom_memory_factor,
             max_fruitless_attempts=spec.failure.max_fruitless_attempts,
+            resume=resume.resume_of(self.owned, state) if live is None and last is not None else None,
         )
 
     def _reserve_usd(self, state: RunState, observed: Observed | None, wake: Wake) -> float:

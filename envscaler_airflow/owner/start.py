@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from envscaler_agent.protocol import Control, control_name, parse_checkpoint_name
@@ -18,7 +19,7 @@ from envscaler_airflow.errors import (
     SpecError,
     StoreError,
 )
-from envscaler_airflow.owner import choose, facts, freeze, in_place_change, limits, policies
+from envscaler_airflow.owner import choose, freeze, in_place_change, limits, policies, resume
 from envscaler_airflow.owner.learn import profile_for
 from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.owner.stage_knowledge import START_S, knowledge_of
@@ -200,27 +201,21 @@ def _prepare(owned: OwnedRun, state: RunState, live: AttemptState) -> None:
     policy = None if spec.scaling is None else all_policies().get(spec.scaling.policy)
     if policy is None:
         return
-    start_s = facts.start_s(state)
+    starts = resume.starts_s(state)
     known = StartFacts(
         allocation=live.allocation,
-        start_s=START_S if start_s is None else start_s,
-        deadline_left_s=_deadline_left_s(owned, state),
+        start_s=median(starts) if starts else START_S,
+        deadline_left_s=resume.deadline_left_s(owned, state),
         offers=owned.backend.offers,
     )
     policies.prepare(owned.run, policy, policy_of(spec), known)
-
-
-def _deadline_left_s(owned: OwnedRun, state: RunState) -> float | None:
-    deadline_s = owned.stage.deadline_s
-    since = 0.0 if state.begun_at is None else owned.run.now() - state.begun_at
-    return None if deadline_s is None else deadline_s - since
 
 
 def _machine_deadline_s(owned: OwnedRun, state: RunState, live: AttemptState) -> float:
     return limits.machine_deadline_s(
         usd_left=owned.usd_left(state, live),
         usd_per_hour=live.allocation.usd_per_hour,
-        deadline_left_s=_deadline_left_s(owned, state),
+        deadline_left_s=resume.deadline_left_s(owned, state),
         deadline_s=owned.stage.deadline_s,
     )
 

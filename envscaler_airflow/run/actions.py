@@ -8,12 +8,26 @@ from typing import Any, Literal
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run.outcomes import End, Observed
 from envscaler_airflow.run.state import Request
+from envscaler_airflow.scaling.deadline.spot_market import MarketDecision
 
 MAX_FRUITLESS_ATTEMPTS = 5
 """Consecutive attempts without a newer checkpoint after which a run fails. Chosen: with the back-off below,
 a disruption of a few minutes passes."""
 OOM_MEMORY_FACTOR = 1.5
 """Memory of the next attempt after an out-of-memory kill, times the last. Chosen: three rises triple it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What the market of a stage with a deadline decides after an attempt has ended.
+
+    Attributes:
+        decision: See :func:`~envscaler_airflow.scaling.deadline.decide_market`.
+        target: Where to start; None to wait.
+    """
+
+    decision: MarketDecision
+    target: Allocation | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,7 @@ class Facts:
         memory_cap_bytes: Most that memory may be raised to after an out-of-memory kill; None for the offer's.
         oom_memory_factor: See :data:`OOM_MEMORY_FACTOR`.
         max_fruitless_attempts: See :data:`MAX_FRUITLESS_ATTEMPTS`.
+        resume: What the market decides between two attempts; None if another policy applies.
     """
 
     observed: Observed | None = None
@@ -43,6 +58,7 @@ class Facts:
     memory_cap_bytes: int | None = None
     oom_memory_factor: float = OOM_MEMORY_FACTOR
     max_fruitless_attempts: int = MAX_FRUITLESS_ATTEMPTS
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)

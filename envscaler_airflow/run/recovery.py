@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning.amounts import usd_text
-from envscaler_airflow.planning.offers import Allocation
-from envscaler_airflow.run.actions import Action, Facts
+from envscaler_airflow.planning.offers import Allocation, has_spot
+from envscaler_airflow.run.actions import Action, Facts, Resume
 from envscaler_airflow.run.outcomes import outcome_of
 from envscaler_airflow.run.state import AttemptState, RunState
 
@@ -13,6 +13,8 @@ BACKOFF_FIRST_S = 10.0
 BACKOFF_LAST_S = 600.0
 """First and longest wait between starts after an involuntary end, seconds. Chosen: a passing fault costs
 seconds, a lasting one causes six starts an hour."""
+WAIT_LEAST_S = 10.0
+"""Shortest wait for the market, seconds. Chosen: as the first back-off."""
 WORTH_A_START = 0.1
 """Share of a budget that must be left to start another attempt after a machine's own deadline. Chosen: with
 less, a start and its last checkpoint would use most of it."""
@@ -33,10 +35,24 @@ def after_failure(state: RunState, last: AttemptState, facts: Facts) -> Action:
     failure = _hopeless(counted, facts)
     if failure is not None:
         return failure
+    reason = f"after: {last.outcome}" + (f" ({last.end.detail})" if last.end.detail else "")
+    if facts.resume is not None and not is_full:
+        return _by_market(counted, facts, facts.resume, reason)
     if not facts.backoff_is_over:
         return Action("wait", reason=f"after: {last.outcome}", backoff_s=_backoff_s(counted))
-    reason = f"after: {last.outcome}" + (f" ({last.end.detail})" if last.end.detail else "")
     return Action("start", reason=reason, target=target, memory_bytes=memory)
+
+
+def _by_market(attempts: tuple[AttemptState, ...], facts: Facts, resume: Resume, after: str) -> Action:
+    """What the market decides; only an end that is neither a loss nor a refusal is backed off first."""
+    last, decision = attempts[-1], resume.decision
+    is_market = outcome_of(last.outcome).is_disruption or _is_out_of_stock(last)
+    if not is_market and not facts.backoff_is_over:
+        return Action("wait", reason=f"after: {last.outcome}", backoff_s=_backoff_s(attempts))
+    reason = f"{after}: {decision.reason}"
+    if resume.target is None:
+        return Action("wait", reason=reason, backoff_s=max(WAIT_LEAST_S, decision.wait_s))
+    return Action("start", reason=reason, target=resume.target, memory_bytes=still_fits(last, resume.target))
 
 
 def fruitless(state: RunState) -> int:
@@ -103,15 +119,17 @@ def _backoff_s(attempts: tuple[AttemptState, ...]) -> float:
     return wait_s(_count_fruitless(attempts) + refused, first_s=BACKOFF_FIRST_S, most_s=BACKOFF_LAST_S)
 
 
-def _count_fruitless(attempts: tuple[AttemptState, ...]) -> int:
+def _count_fruitless(attempts: tuple[AttemptState, ...], *, spares_spot: bool = False) -> int:
     """Count the last consecutive attempts that ended without a request and without a newer checkpoint.
 
     Ends that the owner requested count as progress. Attempts without capacity do not count; attempts that the
-    backend refused for good do.
+    backend refused for good do. *spares_spot*: losses of spot do not count either, since the market decides
+    whether another try pays.
     """
     count, newest = 0, -1
     for attempt in attempts:
-        if _is_out_of_stock(attempt):
+        is_spared = spares_spot and has_spot(attempt.allocation) and outcome_of(attempt.outcome).is_disruption
+        if _is_out_of_stock(attempt) or (is_spared and attempt.checkpoint_step is None):
             continue
         step = attempt.checkpoint_step
         is_newer = step is not None and step > newest
@@ -137,7 +155,7 @@ def _hopeless(attempts: tuple[AttemptState, ...], facts: Facts) -> Action | None
         if before is not None and _is_same_error(before, last):
             when = "twice" if last.step is None else f"twice at step {last.step}"
             return Action("fail", reason=_words(last, when), failure=last.outcome)
-    fruitless = _count_fruitless(attempts)
+    fruitless = _count_fruitless(attempts, spares_spot=facts.resume is not None)
     if fruitless >= facts.max_fruitless_attempts:
         reason = _words(last, f"{fruitless} attempts in a row without a newer checkpoint")
         return Action("fail", reason=reason, failure=last.outcome)

@@ -7,7 +7,7 @@ decision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from envscaler_airflow.planning import Allocation
@@ -50,7 +50,8 @@ def decide(
 
     The policy proposes moves, and the guards may block them. A move must have been wanted without a break for
     the stabilization window. The first proposal that passes every check is taken. Urgent moves skip the
-    window, the cooldown and the epochs between moves.
+    window, the cooldown and the epochs between moves; moves whose policy weighs their costs do too, and only
+    the maximum number of moves binds them.
 
     Args:
         observation: What the check saw.
@@ -61,8 +62,7 @@ def decide(
         ValueError: No policy of that name.
     """
     proposal = _proposal(observation, policy, policies)
-    hurried = unbound(policy)
-    least = hurried if any(want.is_urgent for want in proposal.wants) else policy
+    least = _bound(policy, proposal.wants)
     since = observation.elapsed_s
     wanted = {
         want.target.name: min(observation.wanted.get(want.target.name, since), since)
@@ -75,7 +75,7 @@ def decide(
         return _keep(observation, policy, proposal, reason, {} if is_blind else wanted)
     reasons = []
     for want in proposal.wants:
-        bound = hurried if want.is_urgent else policy
+        bound = _bound(policy, (want,))
         reason = (
             holds(observation, bound, want)
             or holds_all(observation, bound)
@@ -123,6 +123,16 @@ def validate(
 def unbound(policy: Policy) -> Policy:
     """*policy* without limits on timing: no cooldown, epochs between moves, maximum or stabilization."""
     return replace(policy, cooldown_s=0.0, min_epochs_between=0, max_moves=None, stabilization_s=0.0)
+
+
+def _bound(policy: Policy, wants: Iterable[Want]) -> Policy:
+    """The limits on timing that the least limited of *wants* has."""
+    found = tuple(wants)
+    if any(want.is_urgent for want in found):
+        return unbound(policy)
+    if any(want.weighs_moves for want in found):
+        return replace(unbound(policy), max_moves=policy.max_moves)
+    return policy
 
 
 def replay(check: Check, *, policies: Mapping[str, ScalingPolicy] | None = None) -> Decision:

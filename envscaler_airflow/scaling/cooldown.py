@@ -6,6 +6,7 @@ from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning import Estimate
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.objective import SECONDS_PER_HOUR
+from envscaler_airflow.planning.offers import has_spot
 from envscaler_airflow.scaling.decision import Policy, Want
 from envscaler_airflow.scaling.observation import Observation
 from envscaler_airflow.scaling.outlook import outlook
@@ -114,10 +115,17 @@ def _is_cheaper(staying: Estimate | None, moving: Estimate) -> bool:
 
 
 def _over_deadline(observation: Observation, want: Want) -> str | None:
-    """A move must finish before the deadline (90th percentile), or sooner than staying."""
+    """A move must finish before the deadline (90th percentile), or sooner than staying.
+
+    One whose policy weighs moves has passed that policy's own guard, in which losses do not count: counting
+    them would keep a stage off spot. To on-demand it must only be expected to finish in time.
+    """
     if observation.deadline_left_s is None:
         return None
     left_h = observation.deadline_left_s / SECONDS_PER_HOUR
+    is_guarded = want.weighs_moves and want.moving is not None
+    if is_guarded and (has_spot(want.target) or (want.moving and want.moving.hours <= left_h)):
+        return None
     if want.moving is None:
         return f"there is a deadline, and how long {want.target.name} takes is unknown"
     if want.moving.hours_high <= left_h:

@@ -165,6 +165,8 @@ class Want(Record):
         staying, moving: Time and cost to finish in both cases; None when unknown.
         is_urgent: Waiting would be too late: cooldown, epochs between moves, maximum number of moves and
             stabilization window do not apply. Every other guard does.
+        weighs_moves: The policy has the costs of moves, and of moving back, in what it proposes: cooldown,
+            epochs between moves and stabilization window do not delay it.
     """
 
     target: Allocation
@@ -172,6 +174,7 @@ class Want(Record):
     staying: Estimate | None = None
     moving: Estimate | None = None
     is_urgent: bool = False
+    weighs_moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,7 @@ class ScalingPolicy:
         prepare: Builds lookup data once at each start of an attempt; by default nothing.
         with_table: Takes the bytes of a table that :func:`table_files` named and returns the function that
             replaces *propose* once the table is there; raises ValueError or ProtocolError for invalid bytes.
+        needs_market: True when its checks contain the market of spot: see :class:`.deadline.Market`.
         changes_in_place: True when the running attempt gets more CPU and memory on the same nodes, if the
             backend can do that; otherwise a move starts the next attempt.
         simulated: Represents the policy in ``envscaler simulate spot`` or ``elastic``: a class with ``begin``
@@ -285,6 +289,7 @@ class ScalingPolicy:
     window_checks: int = 2
     prepare: Prepare = _nothing
     with_table: Callable[[bytes], Propose] | None = None
+    needs_market: bool = False
     changes_in_place: bool = False
     simulated: Callable[[], Any] | None = None
     origin: str = ""

@@ -13,6 +13,7 @@ from envscaler_agent.protocol import Progress
 from envscaler_airflow.errors import BackendError, EnvScalerError
 from envscaler_airflow.planning import Allocation, Overheads, Speed, Speedup
 from envscaler_airflow.planning.record import NotNegative, Record
+from envscaler_airflow.scaling.deadline.spot_market import Market
 from envscaler_airflow.scaling.explore import Measured
 
 MOST_VALUE = 1e100
@@ -94,6 +95,7 @@ class Observation(Record):
         phase_lasts_s: Duration of each phase, from earlier runs.
         wanted: Since when (``elapsed_s``) each allocation has been wanted without a break.
         refused: The owner's recent refusals, by allocation name.
+        market: Samples of spot, for a policy that needs them; None: no policy needs them.
     """
 
     current: Allocation
@@ -130,6 +132,7 @@ class Observation(Record):
     phase_lasts_s: Mapping[str, NotNegative[float]] = field(default_factory=dict)
     wanted: Mapping[str, NotNegative[float]] = field(default_factory=dict)
     refused: Mapping[str, Refused] = field(default_factory=dict)
+    market: Market | None = None
 
     def __post_init__(self) -> None:
         """Reject NaN and negative amounts, so that no later comparison gives a wrong result."""

@@ -14,7 +14,6 @@ from typing import Any
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling import Check, ScalingPolicy, decide
-from envscaler_airflow.scaling.deadline import DeadlinePolicy
 from envscaler_airflow.scaling.deadline.spot_job import ON_DEMAND, SpotJob
 from envscaler_airflow.simulate.compared_policies import (
     CostToFinish,
@@ -37,6 +36,7 @@ from envscaler_airflow.simulate.elastic import (
     simulate_elastic,
 )
 from envscaler_airflow.simulate.spot import SpotPolicy, SpotRun, Traces, Window, excerpt, simulate_spot
+from envscaler_airflow.simulate.spot_policy import DeadlinePolicy
 
 SPOT_POLICIES: Mapping[str, type[SpotPolicy]] = {
     "deadline": DeadlinePolicy,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from envscaler_airflow.scaling.deadline.cost_table import Others, Table, build_table
-from envscaler_airflow.scaling.deadline.policy import DeadlinePolicy
-from envscaler_airflow.scaling.deadline.risk import Hazard, Risk
+from envscaler_airflow.scaling.deadline.risk import Hazard, Risk, Zone
 from envscaler_airflow.scaling.deadline.spot_job import (
     ON_DEMAND,
     SpotJob,
@@ -12,17 +11,27 @@ from envscaler_airflow.scaling.deadline.spot_job import (
     is_safe,
     slack_s,
 )
+from envscaler_airflow.scaling.deadline.spot_market import (
+    Market,
+    MarketDecision,
+    MarketView,
+    decide_market,
+)
 
 __all__ = [
     "ON_DEMAND",
-    "DeadlinePolicy",
     "Hazard",
+    "Market",
+    "MarketDecision",
+    "MarketView",
     "Others",
     "Risk",
     "SpotJob",
     "SpotView",
     "Table",
+    "Zone",
     "build_table",
+    "decide_market",
     "is_safe",
     "slack_s",
 ]

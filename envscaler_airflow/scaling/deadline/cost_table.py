@@ -57,7 +57,7 @@ class Table:
     costs: array[float]
 
     def look_up(
-        self, ticks_left: int, slack: float, bin_: int, situation: int, belief: Sequence[float]
+        self, ticks_left: float, slack: float, bin_: int, situation: int, belief: Sequence[float]
     ) -> tuple[float, float, float]:
         """Expected costs of spot, on-demand and none; linear between knots."""
         i, by_tick = _between(self.ticks, ticks_left)

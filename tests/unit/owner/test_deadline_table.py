@@ -129,7 +129,7 @@ def test_the_sensor_decides_by_the_table(new_world):
         candidates=(Allocation(DEMAND), Allocation(SPOT)),
         monotonic=world.clock.monotonic,
     )
-    for step in range(1, 6):
+    for step in range(1, 15):
         world.say(step=10 * step, elapsed_s=60.0 * step)
         world.clock.advance(60)
         check = watcher.snapshot().check

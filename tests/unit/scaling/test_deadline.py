@@ -8,7 +8,6 @@ import pytest
 
 from envscaler_airflow.scaling.deadline import (
     ON_DEMAND,
-    DeadlinePolicy,
     Hazard,
     Risk,
     SpotJob,
@@ -17,6 +16,7 @@ from envscaler_airflow.scaling.deadline import (
 )
 from envscaler_airflow.simulate.compared_policies import UniformProgress
 from envscaler_airflow.simulate.spot import of_dataset, read_traces, read_windows, simulate_spot
+from envscaler_airflow.simulate.spot_policy import DeadlinePolicy
 
 DATA = Path(__file__).parents[2] / "data" / "spot"
 JOB = SpotJob(312, 600.0, 48 * 3600.0, 720.0, 3.06, 0.9731)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.scaling.deadline import ON_DEMAND, DeadlinePolicy, Others, SpotJob, build_table
+from envscaler_airflow.scaling.deadline import ON_DEMAND, Others, SpotJob, build_table
 from envscaler_airflow.simulate.compared_policies import (
     Greedy,
     OnDemand,
@@ -23,6 +23,7 @@ from envscaler_airflow.simulate.spot import (
     read_windows,
     simulate_spot,
 )
+from envscaler_airflow.simulate.spot_policy import DeadlinePolicy
 
 DATA = Path(__file__).parents[2] / "data" / "spot"
 FILES = {
