@@ -103,10 +103,10 @@ CHECKS = {
         NOW,
     ),
     "deadline-keeps-spot": (seen(SPOT, OD, left_h=10.0), DEADLINE),
-    "deadline-leaves-spot": (seen(SPOT, OD, left_h=8.25, since_move_s=10.0), DEADLINE),
+    "deadline-leaves-spot": (seen(SPOT, OD, left_h=8.175, since_move_s=10.0), DEADLINE),
     "deadline-goes-back": (seen(OD, SPOT, left_h=9.5), DEADLINE),
     "deadline-of-a-mixed-fleet": (
-        seen(Allocation(OD.offer, 4, rest=SPOT.offer, rest_nodes=3), FOUR, left_h=8.2),
+        seen(Allocation(OD.offer, 4, rest=SPOT.offer, rest_nodes=3), FOUR, left_h=8.175),
         replace(DEADLINE, max_nodes=4),
     ),
     "phase-begins": (seen(FOUR, EIGHT, TWO, training_phase="training"), PHASES),

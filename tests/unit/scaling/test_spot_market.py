@@ -1,0 +1,144 @@
+"""The one decision of a stage with a deadline: a pure function of the market."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envscaler_airflow.scaling.deadline import ON_DEMAND, Hazard, MarketView, Risk, SpotJob, Zone, build_table
+from envscaler_airflow.scaling.deadline.spot_market import decide_market
+
+UP = Zone("a", 1.0, is_up=True, age_h=3.0)
+DOWN = Zone("a", 1.0, is_up=False, age_h=0.2)
+UNKNOWN = Zone("a", 1.0)
+VIEW = MarketView(
+    zones=(UP,), on_demand_usd=3.0, left_s=12 * 3600.0, work_s=8 * 3600.0, start_s=600.0, look_s=60.0
+)
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Of a day with starts of ten minutes."""
+    return build_table(SpotJob(144, 600.0, 12 * 3600.0, 600.0, 3.0, 1.0))
+
+
+@pytest.mark.parametrize("running", [None, ON_DEMAND, "a"])
+def test_spot_that_is_up_runs_while_there_is_time(table, running):
+    """Four hours of slack: launched, returned to, or kept."""
+    found = decide_market(replace(VIEW, running=running), table)
+
+    assert (found.action, found.zone, found.is_request) == ("launch", "a", False)
+
+
+@pytest.mark.parametrize(("slack_s", "action"), [(61.0, "launch"), (59.0, "on-demand")])
+@pytest.mark.parametrize("with_table", [True, False])
+def test_spot_is_left_when_the_slack_ends_before_the_next_check(table, slack_s, action, with_table):
+    """The guard stands outside of the costs."""
+    view = replace(VIEW, running="a", left_s=8 * 3600.0 + 600.0 + slack_s)
+
+    assert decide_market(view, table if with_table else None).action == action
+
+
+def test_the_guard_knows_the_longest_wait_for_a_machine_and_unsaved_work():
+    """Both are lost besides the time until the next check."""
+    view = replace(VIEW, running="a", left_s=8 * 3600.0 + 600.0 + 200.0)
+
+    assert decide_market(view).action == "launch"
+    assert decide_market(replace(view, wait_s=150.0)).action == "on-demand"
+    assert decide_market(replace(view, unsaved_s=150.0)).action == "on-demand"
+
+
+def test_nothing_runs_while_spot_is_away_and_time_remains(table):
+    """It has just been lost, with days of slack; what is awaited is the next check."""
+    found = decide_market(replace(VIEW, zones=(DOWN,), left_s=20 * 3600.0), table)
+
+    assert (found.action, found.wait_s) == ("wait", 60.0)
+
+
+def test_on_demand_that_runs_is_never_left_to_wait(table):
+    """Spot is away."""
+    view = replace(VIEW, zones=(DOWN,), running=ON_DEMAND, left_s=20 * 3600.0)
+
+    assert decide_market(view, table).action == "on-demand"
+
+
+def test_a_zone_that_was_never_sampled_is_requested(table):
+    """Only a launch will show whether it has a machine."""
+    found = decide_market(replace(VIEW, zones=(UNKNOWN,), left_s=20 * 3600.0, ask_s=60.0), table)
+
+    assert (found.action, found.zone, found.is_request) == ("launch", "a", True)
+
+
+def test_a_refusal_counts_until_it_is_old(table):
+    """Ten minutes later the zone may be requested again."""
+    view = replace(VIEW, zones=(DOWN,), left_s=20 * 3600.0, ask_s=60.0)
+
+    assert decide_market(view, table).action == "wait"
+    assert decide_market(replace(view, zones=(replace(DOWN, unseen_s=700.0),)), table).is_request
+
+
+def test_work_that_is_not_measured_runs_on_demand_unless_spot_is_up():
+    """What may be lost is unknown, so nothing waits."""
+    view = replace(VIEW, work_s=None)
+
+    assert decide_market(view).zone == "a"
+    assert decide_market(replace(view, zones=(DOWN,))).action == "on-demand"
+    assert decide_market(replace(view, zones=(UNKNOWN,))).action == "on-demand"
+    assert decide_market(replace(view, running=ON_DEMAND)).action == "on-demand"
+
+
+def test_spot_that_costs_as_much_as_on_demand_is_none(table):
+    """A price spike."""
+    assert decide_market(replace(VIEW, zones=(replace(UP, usd=3.0),)), table).action == "on-demand"
+
+
+@given(
+    st.floats(-1e5, 1e6), st.floats(0, 1e6), st.sampled_from([UP, DOWN, UNKNOWN]),
+    st.sampled_from([None, ON_DEMAND, "a"]),
+)  # fmt: skip
+def test_the_guard_binds_every_answer(left_s, work_s, zone, running):
+    """What is not on-demand leaves time for the work left and a start, whatever the market is like."""
+    view = replace(VIEW, zones=(zone,), left_s=left_s, work_s=work_s, running=running)
+
+    found = decide_market(view)
+
+    assert found.action == "on-demand" or view.slack_s >= view.look_s - 1e-6 or work_s == 0
+
+
+def test_samples_in_equal_steps_are_ticks():
+    """The fold over times gives the numbers of the fold over ticks."""
+    ticks, times = Risk(Hazard(), 600.0), Risk(Hazard(), 600.0)
+    row = [1, 1, 0, 0, 0, 1, 0, 1, 1, 1] * 5
+    ticks.learn(row)
+    for is_up in row:
+        times.observe(is_up=bool(is_up), after_s=600.0)
+
+    assert (times.belief, times.age_h, times.chance()) == (ticks.belief, ticks.age_h, ticks.chance())
+
+
+def test_a_state_that_lasts_is_the_same_in_short_and_long_steps():
+    """Twenty samples in half a minute's steps and one after ten minutes, within one bin of ages."""
+    often, once = Risk(Hazard(), 600.0), Risk(Hazard(), 600.0)
+    for risk in (often, once):
+        risk.learn([1] * 20)
+    for _ in range(20):
+        often.observe(is_up=True, after_s=30.0)
+    once.observe(is_up=True)
+
+    assert often.belief == pytest.approx(once.belief, rel=1e-4)
+    assert often.age_h == pytest.approx(once.age_h)
+
+
+def test_a_long_gap_forgets_the_state_and_keeps_what_is_believed():
+    """After a week without a sample, being up or not tells as little as before the first."""
+    risk = Risk(Hazard(), 600.0)
+    risk.learn([1] * 300)
+    before = list(risk.belief)
+    risk.skip(7 * 86400.0)
+    zone = risk.zone("a", 1.0)
+
+    assert zone.up_chance(Hazard()) == pytest.approx(replace(zone, is_up=None).up_chance(Hazard()), abs=0.05)
+    risk.observe(is_up=True, after_s=7 * 86400.0)
+    assert sum(risk.belief) == pytest.approx(1.0, abs=1e-4)
+    assert risk.belief != before
