@@ -98,7 +98,7 @@ def test_spot_that_costs_as_much_as_on_demand_is_none(table):
     st.sampled_from([None, ON_DEMAND, "a"]),
 )  # fmt: skip
 def test_the_guard_binds_every_answer(left_s, work_s, zone, running):
-    """What is not on-demand leaves time for the work left and a start, whatever the market is like."""
+    """What is not on-demand leaves time for the work left and a start, for any market."""
     view = replace(VIEW, zones=(zone,), left_s=left_s, work_s=work_s, running=running)
 
     found = decide_market(view)
