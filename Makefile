@@ -1,6 +1,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+SPOT ?= tests/data/spot
 FRAMEWORKS := .venv-frameworks
 # Most integration tests wait for processes of their own, so a little more than the cores are kept busy.
 JOBS ?= 3
@@ -9,7 +10,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: audit locks help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate lint words types contracts format bench wheel clean
+.PHONY: audit locks help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate bench-deadline lint words types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -92,6 +93,9 @@ format: venv  ## Rewrite to style.
 
 bench: venv frameworks-venv  ## Print the figures of benchmarks/.
 	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+bench-deadline: venv  ## Compare a stage with a deadline, live, with the simulator; SPOT=folder of traces, an hour on two cores.
+	$(BIN)/python benchmarks/policies/live_deadline.py --spot $(SPOT) --cells 52x0.2,70x0.2 --small 2000
 
 wheel: venv  ## Build the wheel into dist/.
 	$(BIN)/uv build --quiet --wheel --out-dir dist

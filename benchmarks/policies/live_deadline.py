@@ -1,6 +1,7 @@
 """What a stage with a deadline pays on spot traces, by the code that runs it, beside the simulated cost.
 
     python benchmarks/policies/live_deadline.py --spot DIR [--cells 52x0.2,70x0.2] [--every 4] [--ask 60]
+        [--small 2000]
 
 Each job is a run in a store: the real owner starts, moves and ends its attempts, the real scaling watcher
 decides while they run, on machines that a script takes away as the trace says. Only the clock is made up, and
@@ -15,9 +16,10 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from envscaler_agent.protocol import (
@@ -39,9 +41,19 @@ from envscaler_airflow.owner.run_watch import AttemptWatcher
 from envscaler_airflow.owner.stage import Delivered, Stage, Waiting
 from envscaler_airflow.planning.offers import Offer
 from envscaler_airflow.run import Actor, AttemptState, Handle
-from envscaler_airflow.simulate.reports import SPOT_POLICIES, SpotCell
-from envscaler_airflow.simulate.spot import Traces, Window, excerpt, of_dataset, read_traces, read_windows
-from envscaler_airflow.simulate.spot import simulate_spot as simulated
+from envscaler_airflow.scaling.deadline import ON_DEMAND
+from envscaler_airflow.scaling.deadline import policy as deadline_policy
+from envscaler_airflow.simulate.reports import SpotCell
+from envscaler_airflow.simulate.spot import (
+    Traces,
+    Window,
+    excerpt,
+    of_dataset,
+    read_traces,
+    read_windows,
+    simulate_spot,
+)
+from envscaler_airflow.simulate.spot_policy import DeadlinePolicy
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.run_store import check_store, open_store
@@ -81,6 +93,7 @@ class Market:
         prices: Spot USD per hour by zone.
         on_demand_usd: The same on demand.
         ask_s: Only a request shows whether a zone is available, after this many seconds; None: it is visible.
+        offset_s: How far into its first tick the job begins.
     """
 
     zones: Mapping[str, Sequence[int]]
@@ -88,10 +101,11 @@ class Market:
     prices: Mapping[str, float]
     on_demand_usd: float
     ask_s: float | None = None
+    offset_s: float = 0.0
 
     def is_up(self, zone: str, at_s: float) -> bool:
         """True if *zone* has machines *at_s* seconds after the start."""
-        row, tick = self.zones[zone], int((at_s + 1e-6) // self.gap_s)
+        row, tick = self.zones[zone], int((at_s + self.offset_s + 1e-6) // self.gap_s)
         return tick < len(row) and row[tick] > 0
 
     def offers(self) -> tuple[Offer, ...]:
@@ -392,7 +406,7 @@ def _idle_s(
         return POLL_S
     if wants:
         return CHECK_S
-    steps = [gap_s - elapsed % gap_s or gap_s]
+    steps = [gap_s - (elapsed + backend.market.offset_s) % gap_s or gap_s]
     if training.trained_s(live) < MEASURED_S:
         steps.append(CHECK_S)
     if waiting.watching.backoff_s is not None:
@@ -409,11 +423,15 @@ def spec_in(folder: Path) -> EnvSpec:
     return load_spec(path)
 
 
-def pair(traces: Traces, window: Window, cell: SpotCell) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """The same start, live and simulated."""
+def pair(
+    traces: Traces, window: Window, cell: SpotCell, *, offset_s: float = 0.0
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """The same start, live and simulated; both billed by the second."""
     job = cell.job(window.gap_s)
-    met = excerpt(traces, (window.zone,), window.start_tick, job.ticks)
-    market = Market(met.zones, window.gap_s, {window.zone: job.spot_usd}, job.on_demand_usd, cell.ask_s)
+    met = excerpt(traces, (window.zone,), window.start_tick, job.ticks + 1)
+    market = Market(
+        met.zones, window.gap_s, {window.zone: job.spot_usd}, job.on_demand_usd, cell.ask_s, offset_s
+    )
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         ran = live(
             market,
@@ -423,11 +441,34 @@ def pair(traces: Traces, window: Window, cell: SpotCell) -> tuple[Mapping[str, f
             folder=f"{folder}/store",
             spec=spec_in(Path(folder)),
         )
-    run = simulated(job, met.zones, SPOT_POLICIES["deadline"](), history=met.past, ask_s=cell.ask_s)
+    zones = {name: row[: job.ticks] for name, row in met.zones.items()}
+    run = simulate_spot(job, zones, DeadlinePolicy(), history=met.past, ask_s=cell.ask_s)
+    unused_h = len(run.answers) * job.gap_s / 3600 - run.finished_h
+    usd = run.cost_usd - unused_h * (job.on_demand_usd if run.answers[-1] == ON_DEMAND else job.spot_usd)
     return (
         {"usd": ran.cost_usd, "late": ran.is_late, "attempts": ran.attempts, "moves": ran.moves},
-        {"usd": run.cost_usd, "late": run.is_late},
+        {"usd": usd, "late": run.is_late},
     )
+
+
+def small(traces: Traces, windows: Sequence[Window], number: int) -> tuple[Window, SpotCell, float]:
+    """Job *number* of 2 to 8 h of work with 0.3 to 2 h of slack, and how far into a tick it begins."""
+    random = Random(number)  # jobs, not secrets
+    window = random.choice(windows)
+    work_h, slack_h = random.uniform(2.0, 8.0), random.uniform(0.3, 2.0)
+    last = traces.first + len(traces.zones[window.zone]) - 80
+    window = replace(window, start_tick=random.randint(traces.first, last))
+    ticks = math.ceil((work_h + slack_h + 0.2) * 3600 / window.gap_s)
+    cell = SpotCell(work_h, ticks * window.gap_s / 3600, 0.2, 3.06, 0.9731)
+    return window, cell, random.uniform(0.0, window.gap_s)
+
+
+def small_pair(
+    traces: Traces, windows: Sequence[Window], number: int
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Job *number* of :func:`small`, live and simulated."""
+    window, cell, offset_s = small(traces, windows, number)
+    return pair(traces, window, cell, offset_s=offset_s)
 
 
 def print_cell(name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> None:
@@ -460,16 +501,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--ask", default="", help="seconds of a request, where only that shows a zone's state"
     )
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--small", type=int, default=0, help="how many small jobs")
     asked = parser.parse_args(arguments)
     traces = read_traces(asked.spot / DATA)
     windows = of_dataset(read_windows(asked.spot / "windows.csv"), asked.spot / DATA)[:: asked.every]
     begun = time.monotonic()
+    # All jobs of a process share the tables; those of a worker are as short-lived as its execution.
+    deadline_policy.packed_table = lru_cache(maxsize=64)(deadline_policy.packed_table.__wrapped__)
     with ProcessPoolExecutor(asked.workers) as pool:
         for deadline_h, overhead_h in asked.cells:
             for ask in asked.ask.split(",") if asked.ask else [""]:
                 cell = SpotCell(48.0, deadline_h, overhead_h, 3.06, 0.9731, float(ask) if ask else None)
                 pairs = list(pool.map(partial(pair, traces, cell=cell), windows))
                 print_cell(f"{deadline_h:g} h, {overhead_h:g} h" + (f", ask {ask} s" if ask else ""), pairs)
+        if asked.small:
+            numbers = range(asked.small)
+            print_cell("2 to 8 h, 0.2 h", list(pool.map(partial(small_pair, traces, windows), numbers)))
     print(f"{time.monotonic() - begun:.0f} s")
 
 
