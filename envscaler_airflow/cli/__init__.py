@@ -35,6 +35,7 @@ _PLACES = {
     "prune": "cancel:prune",
     "explain": "inspect:explain",
     "profile": "profile_commands:profile",
+    "advise": "profile_commands:advise",
     "drill": "drill:drill",
     "simulate": "simulate:simulate",
     "demo": "demo:demo",

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import click
 
 from envscaler_airflow.cli.common import Group, echo_json, output_option, store_option
 from envscaler_airflow.cli.offer_options import print_table
-from envscaler_airflow.errors import SpecError
+from envscaler_airflow.errors import ProtocolError, SpecError
+from envscaler_airflow.owner.choose import in_words
+from envscaler_airflow.planning import Plan, feasible
+from envscaler_airflow.planning.amounts import usd_text
+from envscaler_airflow.planning.knowledge import first_known, with_ratios
+from envscaler_airflow.planning.planner import PlanInputs
 from envscaler_airflow.planning.profile import Figure, RunProfile, StageProfile, merge
+from envscaler_airflow.planning.sizing import Sizing, recommended
+from envscaler_airflow.scaling.from_spec import speedups_of
 from envscaler_airflow.store.profiles import (
     StoredProfiles,
     reset_profiles,
     stage_folders,
     stored_profiles,
 )
+from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.run_store import Store
 
 
@@ -161,3 +169,84 @@ def reset(stage: str, *, yes: bool, store: Store) -> None:
     if not yes:
         click.confirm(f"forget {found.name}, {len(found.stored.runs)} runs?", abort=True)
     click.echo(f"{found.name}: forgot {reset_profiles(store, found.folder)} runs")
+
+
+@click.command()
+@click.argument("stage")
+@output_option
+@store_option
+def advise(stage: str, *, as_json: bool, store: Store) -> None:
+    """Advise what the next run of STAGE (``dag/task``) should request, and where it would run.
+
+    The plan is that of its newest run, with the offers and prices of that time and what all runs measured.
+    """
+    found = _stage(store, stage)
+    if not found.stored.runs:
+        raise SpecError(f"{found.name}: none of its profiles can be read: {'; '.join(found.stored.faults)}")
+    run, merged = Run(store, found.stored.runs[-1].run), _merged(found.stored)
+    sizing, made, last = _sized(run, merged), _replanned(run, merged), found.stored.runs[-1]
+    if as_json:
+        plan = None if made is None else made.to_dict()
+        echo_json({"stage": found.name, "sizing": sizing.to_dict(), "plan": plan})
+        return
+    has = f"{_gib(last.memory_bytes)} and {last.vcpus or 0:g} CPUs"
+    click.echo(f"{found.name}: {merged.source}; the last run had {has}")
+    if sizing.memory_bytes is not None:
+        click.echo(f"request memory: {sizing.memory_bytes // 2**20}Mi")
+    if sizing.vcpus is not None:
+        click.echo(f"request cpu: {sizing.vcpus:g}")
+    for reason in sizing.reasons:
+        click.echo(f"  {reason}")
+    for line in _plan_words(made):
+        click.echo(line)
+
+
+def _gib(memory_bytes: int | None) -> str:
+    return "? GiB" if memory_bytes is None else f"{memory_bytes / 2**30:.2f} GiB"
+
+
+def _sized(run: Run, merged: StageProfile) -> Sizing:
+    """Sizes within the limits of the newest run's spec; without limits if that run was removed."""
+    try:
+        spec = run.spec(run.events.load().spec_hash)
+    except ProtocolError:
+        return recommended(merged, image=merged.image)
+    asked = spec.resources.alternatives[0]
+    return recommended(
+        merged,
+        image=(spec.base.image or "") if spec.base is not None else "",
+        least_memory_bytes=asked.requests.memory_bytes,
+        most_memory_bytes=asked.limits.memory_bytes,
+        most_vcpus=asked.limits.cpu_cores,
+    )
+
+
+def _replanned(run: Run, merged: StageProfile) -> Plan | None:
+    """The newest run's plan with what all runs measured; None if it was not recorded with its inputs."""
+    try:
+        inputs = PlanInputs.from_dict(run.plan()["inputs"])
+        stated = speedups_of(run.spec(run.events.load().spec_hash))
+    except (KeyError, ValueError, ProtocolError):
+        return None
+    fresh = replace(inputs.knowledge, units=None, speeds={}, sources={})
+    places = feasible(inputs.needs, inputs.offers)
+    known = with_ratios(first_known((fresh, merged.knowledge())), stated, places)
+    return replace(inputs, knowledge=known).plan()
+
+
+def _plan_words(made: Plan | None) -> list[str]:
+    """The chosen allocation, and what it saves against the cheapest machine per hour."""
+    if made is None or made.chosen is None:
+        return ["no plan of its newest run is recorded, so where it would run is unknown"]
+    words = [in_words(replace(made, notes=()))]
+    cheapest = min(made.candidates, key=lambda item: (item.usd_per_hour is None, item.usd_per_hour or 0.0))
+    best, other = made.chosen.estimate, cheapest.estimate
+    if best is not None and other is not None and cheapest.allocation != made.chosen.allocation:
+        saved_h = other.hours - best.hours
+        usd = (
+            ""
+            if best.usd is None or other.usd is None
+            else f" and {usd_text(max(0.0, other.usd - best.usd))}"
+        )
+        words.append(f"  it saves {max(0.0, saved_h):.2f} h{usd} against {cheapest.allocation.name}")
+    return words

@@ -96,3 +96,14 @@ def test_a_reset_forgets_one_stage(store):
 def test_an_unknown_stage_is_refused_with_the_known_ones(store):
     """So is an ambiguous one."""
     assert "there are d/retrain/prepare, d/retrain/train" in shell(store, "show", "score").output
+
+
+def test_advice_names_sizes_and_reasons_also_for_a_run_that_was_removed(store):
+    """The largest believable peak is 9e9 bytes in three runs: a fifth more, in whole steps (feature B5)."""
+    found = CliRunner().invoke(main, ["advise", "train", "--store", store.url])
+
+    assert found.exit_code == 0, found.output
+    assert "request memory: 10304Mi" in found.stdout
+    assert "memory peaked at 8.38 GiB in 3 runs" in found.stdout
+    assert "where it would run is unknown" in found.stdout
+    assert "none of its profiles" not in found.stdout

@@ -7,8 +7,10 @@ import logging
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
 from envscaler_agent.protocol import Ended, Progress, Status, status_name
+from envscaler_airflow.cli import main
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner.learn import code_of
 from envscaler_airflow.owner.observe import ScalingWatcher
@@ -79,6 +81,18 @@ def test_the_second_run_is_planned_with_what_the_first_measured(world):
     assert made["chosen"]["estimate"]["hours_low"] < made["chosen"]["estimate"]["hours_high"]
     assert made["forecast"]["estimate"] == made["chosen"]["estimate"]
     assert any("work: measured in 1 run" in note for note in made["notes"])
+
+
+def test_advice_names_the_machine_and_what_it_saves(world):
+    """The plan of the newest run, with the stated ratio, and what it measured itself."""
+    finish(world)
+
+    found = CliRunner().invoke(main, ["advise", "dag/train", "--store", world.store.url])
+
+    assert found.exit_code == 0, found.output
+    assert "request memory: 960Mi" in found.stdout
+    assert "plan: scripted/cpu-2/on-demand, 0.1" in found.stdout
+    assert "it saves 0.14 h" in found.stdout
 
 
 def test_the_sensor_knows_what_earlier_runs_measured_elsewhere(world):
