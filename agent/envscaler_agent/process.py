@@ -124,9 +124,7 @@ def family(root: int, tree: Mapping[int, Tuple[int, int]]) -> List[int]:
     return sorted(members)
 
 
-def send(
-    root: int, number: int, *, spare: Sequence[int] = (), tree: Optional[Mapping[int, Tuple[int, int]]] = None
-) -> int:
+def send(root: int, number: int, *, spare: Sequence[int] = ()) -> int:
     """Send signal *number* to the family of *root* and to orphans that this process adopted.
 
     Processes in *spare* and this one are skipped.
@@ -134,7 +132,7 @@ def send(
     Returns:
         How many were reached.
     """
-    tree = parents() if tree is None else tree
+    tree = parents()
     adopted = [pid for pid, (parent, _) in tree.items() if parent == os.getpid() and pid not in spare]
     victims = set(family(root, tree))
     for orphan in adopted:

@@ -475,7 +475,3 @@ def _console(*, to_stderr: bool = False) -> Console:
 def _done(status: Status | None) -> tuple[int, int]:
     progress = status.progress if status else None
     return (progress.step or 0, progress.total_steps or 0) if progress else (0, 0)
-
-
-if __name__ == "__main__":
-    sys.exit(demo())

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import click
@@ -186,6 +186,7 @@ class Bar:
         title: What is done, as shown.
         total: Of what; None while that is unknown.
         done: So far.
+        on_terminal: The bar itself; None where lines are printed instead.
     """
 
     def __init__(
@@ -194,9 +195,9 @@ class Bar:
         """Nothing is shown yet."""
         self.title, self.total, self.done = title, total, 0
         self._monotonic, self._said = monotonic, monotonic()
-        self._progress: Progress | None = None
+        self.on_terminal: Progress | None = None
         if sys.stderr.isatty():
-            self._progress = Progress(
+            self.on_terminal = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 TaskProgressColumn(),
@@ -204,7 +205,7 @@ class Bar:
                 console=Console(stderr=True),
                 transient=True,
             )
-            self._task = self._progress.add_task(title, total=total)
+            self._task = self.on_terminal.add_task(title, total=total)
 
     def advance(self, more: int = 1) -> None:
         """So many more are done."""
@@ -213,8 +214,8 @@ class Bar:
     def to(self, done: int, total: int | None = None, title: str | None = None) -> None:
         """So many are done; *total* and *title* replace what was known before."""
         self.done, self.total, self.title = done, total or self.total, title or self.title
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, total=self.total, description=self.title)
+        if self.on_terminal is not None:
+            self.on_terminal.update(self._task, completed=done, total=self.total, description=self.title)
         elif self.total and self._monotonic() - self._said >= EVERY_S:
             self._said = self._monotonic()
             click.echo(f"-- {self.title}: {100 * done // self.total} %", err=True)
@@ -224,32 +225,19 @@ class Bar:
         step = _STEP.match(line)
         if step is not None:
             number, of = int(step[1]), int(step[2])
-            if self._progress is not None:
+            if self.on_terminal is not None:
                 self.to(number - 1, of, step[3][:40])
             else:
                 line = f"[{number}/{of}] {100 * (number - 1) // of} % {step[3]}"
         click.echo(line, err=True)
 
-    def start(self) -> None:
-        """Show the bar."""
-        if self._progress is not None:
-            self._progress.start()
-
-    def stop(self) -> None:
-        """Remove it."""
-        if self._progress is not None:
-            self._progress.stop()
-
 
 @contextmanager
-def bar(title: str, total: int | None = None) -> Iterator[Bar]:
+def bar(title: str) -> Iterator[Bar]:
     """Show how far the work of the block is."""
-    made = Bar(title, total)
-    made.start()
-    try:
+    made = Bar(title, None)
+    with made.on_terminal or nullcontext():
         yield made
-    finally:
-        made.stop()
 
 
 _PHASES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from envscaler_airflow.catalog.accelerators import Accelerator, unit_name
 from envscaler_airflow.catalog.nodes import GIB, ClusterNode, Price, highest, node_price, quantity, read_node
 from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.planning.offers import AllocationPart, CapacityType, Offer
-from envscaler_airflow.planning.table import OfferTable
 
 _FOR_OTHERS = ("node-role.kubernetes.io/", "virtual-kubelet.io/", "eks.amazonaws.com/compute-type")
 """Prefixes of permanent taints. Source: Kubernetes, well-known taints; Virtual Kubelet; EKS Fargate."""
@@ -67,17 +66,13 @@ class Capacity:
 
 
 def derived_offers(
-    nodes: Iterable[Mapping[str, Any]],
-    settings: Settings,
-    *,
-    prices: Callable[[], OfferTable] = packaged,
-    is_later: bool = False,
+    nodes: Iterable[Mapping[str, Any]], settings: Settings, *, is_later: bool = False
 ) -> tuple[Offer, ...]:
     """Shares of every kind of node, smallest first: powers of two and the whole.
 
     With *is_later*, only those of nodes that accept no pod of a stage now: cordoned, not ready, or tainted.
 
-    The price of a kind is the configured one, else the cloud's price for such an instance in *prices*: the
+    The price of a kind is the configured one, else the catalog's price for such an instance: the
     highest of its nodes' prices, unknown if one of them is.
     """
     capacities: dict[NodeGroup, Capacity] = {}
@@ -96,7 +91,7 @@ def derived_offers(
             capacities[kind] = capacity if known is None else _least(known, capacity)
             alike = replace(seen, name="", vcpus=0.0, memory_gib=0.0)
             if alike not in priced:
-                priced[alike] = _price(alike, kind, settings, prices)
+                priced[alike] = _price(alike, kind, settings)
             costs.setdefault(kind, []).append(priced[alike])
     offers = [
         offer
@@ -112,7 +107,7 @@ def _may_ever_run(node: Mapping[str, Any], seen: ClusterNode) -> bool:
     return seen.runs_linux and not any(str(one.get("key")).startswith(_FOR_OTHERS) for one in taints)
 
 
-def _price(node: ClusterNode, kind: NodeGroup, settings: Settings, prices: Callable[[], OfferTable]) -> Price:
+def _price(node: ClusterNode, kind: NodeGroup, settings: Settings) -> Price:
     """From the configuration, which may also name a kind without instance type; else from the cloud."""
     named = node if node.instance_type else replace(node, instance_type=kind.instance_type)
     usd, source = node_price(named, prices=None, cluster_prices=settings.usd_per_hour)
@@ -120,7 +115,7 @@ def _price(node: ClusterNode, kind: NodeGroup, settings: Settings, prices: Calla
         return usd, "usd_per_hour of the configuration"
     if node.cloud is None or node.instance_type is None:
         return None, source
-    return node_price(node, prices=prices(), cluster_prices={})
+    return node_price(node, prices=packaged(), cluster_prices={})
 
 
 def _is_addressed(node: Mapping[str, Any], kind: NodeGroup, settings: Settings) -> bool:

@@ -104,9 +104,9 @@ def first_sentence(text: str) -> str:
     return text.split(". ", 1)[0].rstrip(".")[:MAX_DETAIL_CHARACTERS]
 
 
-def container(pod: Json, name: str, *, init: bool = False) -> Json | None:
+def container(pod: Json, name: str) -> Json | None:
     """Status of the pod's container *name*; None while it has none."""
-    found = (pod.get("status") or {}).get("initContainerStatuses" if init else "containerStatuses") or ()
+    found = (pod.get("status") or {}).get("containerStatuses") or ()
     return next((one for one in found if one["name"] == name), None)
 
 

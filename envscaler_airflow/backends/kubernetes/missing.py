@@ -30,11 +30,11 @@ _KEYS = "{{range $key, $value := .data}}{{$key}}\n{{end}}"
 _ABSENT = ("notfound", "not found")
 
 
-def speedup_warnings(spec: EnvSpec, kubectl: Kubectl | None = None) -> list[str]:
+def speedup_warnings(spec: EnvSpec) -> list[str]:
     """Of names in ``scaling.speedup`` that match no offer of the cluster's nodes. Raises BackendError."""
     if spec.scaling is None or not spec.scaling.speedup:
         return []
-    warning = speedup_warning(spec, derived_offers(_nodes(kubectl or _kubectl()), Settings()))
+    warning = speedup_warning(spec, derived_offers(_nodes(_kubectl()), Settings()))
     return [] if warning is None else [warning]
 
 

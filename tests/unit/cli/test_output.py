@@ -167,6 +167,6 @@ class TestBars:
 
         with bar("building") as shown:
             shown.say("[3/4] RUN make")
-            task = shown._progress.tasks[0]
+            task = shown.on_terminal.tasks[0]
 
         assert (task.completed, task.total, task.description) == (2, 4, "RUN make")
