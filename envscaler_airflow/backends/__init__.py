@@ -42,14 +42,6 @@ class ShellOption(NamedTuple):
     variable: str | None = None
 
 
-def _nothing(_spec: EnvSpec) -> list[str]:
-    return []
-
-
-def _no_gap(_spec: EnvSpec, _store_url: str | None) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendType:
     """What the rest of the package knows of a backend without opening it.
@@ -81,9 +73,9 @@ class BackendType:
     is_here: bool = False
     uses_image: bool = True
     shares_nodes: bool = False
-    faults: Callable[[EnvSpec], list[str]] = _nothing
-    warnings: Callable[[EnvSpec], list[str]] = _nothing
-    missing: Callable[[EnvSpec, str | None], list[str]] = _no_gap
+    faults: Callable[[EnvSpec], list[str]] = lambda _spec: []
+    warnings: Callable[[EnvSpec], list[str]] = lambda _spec: []
+    missing: Callable[[EnvSpec, str | None], list[str]] = lambda _spec, _store_url: []
 
     def resolver(self, resolve: Callable[[str], str]) -> Callable[[str], str]:
         """*resolve*, except that a reference that the machines resolve gives ""."""

@@ -224,9 +224,6 @@ class KubernetesBackend:
         """What ``submit`` would send, as JSON without secrets."""
         return render_attempt(request, self.settings, drivers=self._drivers(request))
 
-    def _parts_of(self, request: AttemptRequest) -> list[Json]:
-        return render_parts(request, self.settings, drivers=self._drivers(request))
-
     def _drivers(self, request: AttemptRequest) -> frozenset[str]:
         """CSI drivers of the cluster that mount a volume of the stage; empty if RBAC forbids reading them."""
         found = set()
@@ -253,7 +250,7 @@ class KubernetesBackend:
         """
         if request.allocation.offer.cloud != "kubernetes":
             raise BackendError(f"{request.allocation.offer.name}: is not an offer of a cluster")
-        jobs = self._make(request, self._parts_of(request))
+        jobs = self._make(request, render_parts(request, self.settings, drivers=self._drivers(request)))
         handle = handle_of(jobs)
         self._settle(handle)
         return handle

@@ -97,15 +97,16 @@ def test_a_rented_node_costs_what_its_cloud_asks_for_the_type():
 
 
 @pytest.mark.parametrize("key", ["g5.xlarge", "pool", "*"])
-def test_the_owners_price_goes_before_the_clouds(key):
+def test_the_owners_price_goes_before_the_clouds(key, monkeypatch):
     """By instance type, by node pool, or for all; the catalog is not even opened."""
 
     def catalog():
         raise AssertionError("the catalog was opened")
 
+    monkeypatch.setattr("envscaler_airflow.backends.kubernetes.cluster_offers.packaged", catalog)
     nodes = [rented(labels={"eks.amazonaws.com/nodegroup": "pool"})]
 
-    [offer] = derived_offers(nodes, Settings(usd_per_hour={key: 0.25}), prices=catalog)
+    [offer] = derived_offers(nodes, Settings(usd_per_hour={key: 0.25}))
 
     assert offer.usd_per_hour == 0.25
     assert offer.price_source == "usd_per_hour of the configuration, 1 of a node"
