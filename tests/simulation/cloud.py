@@ -121,7 +121,11 @@ class Node:
 
 @dataclass(eq=False)
 class Attempt:
-    """What one ``submit`` made."""
+    """What one ``submit`` made.
+
+    Attributes:
+        refused_at: True time of the last refusal to release it; None without one.
+    """
 
     name: str
     short: str
@@ -132,6 +136,7 @@ class Attempt:
     is_stopped: bool = False
     is_released: bool = False
     released_at: float | None = None
+    refused_at: float | None = None
 
     @property
     def all_nodes(self) -> Iterator[Node]:

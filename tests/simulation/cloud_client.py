@@ -111,7 +111,12 @@ class SimBackend:
     def release(self, handle: Handle) -> None:
         """See :meth:`Backend.release`."""
         self._ask(f"release {handle.name}")
-        self.cloud.release(self._attempt(handle))
+        attempt, world = self._attempt(handle), self.cloud.world
+        if world.strikes("release-refuse", handle.name):
+            attempt.refused_at = world.now
+            is_transient = world.stream("release").random() < 0.5
+            raise BackendError(f"release {handle.name}: refused", transient=is_transient)
+        self.cloud.release(attempt)
         self._answer(f"release {handle.name}")
 
     def leftovers(self, store_url: str) -> Iterator[Leftover]:

@@ -10,6 +10,8 @@ PREFIX = "pair "
 _ACTIVE = ("between", "intended", "started", "changing", "stopping")
 _OVER = ("succeeded", "delivered", "accepted", "failed", "stopped")
 _BEGUN = (*_ACTIVE, *_OVER)
+_ENDED = ("between", *_OVER)
+"""States in which a release may fail first: it is tried before anything else follows the end."""
 _LATER = ("between", "intended", "started", "stopping", *_OVER)
 """States in which an earlier attempt may still be released."""
 POSSIBLE: Mapping[str, tuple[str, ...]] = {
@@ -19,7 +21,7 @@ POSSIBLE: Mapping[str, tuple[str, ...]] = {
     "attempt-started": ("intended", "stopping"),
     "attempt-stopping": ("intended", "started", "changing"),
     "attempt-ended": ("intended", "started", "changing", "stopping"),
-    "release-failed": _LATER,
+    "release-failed": _ENDED,
     "attempt-released": _LATER,
     "move-accepted": ("started",),
     "move-refused": ("between", "started", "changing", "stopping"),
@@ -36,10 +38,20 @@ POSSIBLE: Mapping[str, tuple[str, ...]] = {
 """States in which each event may be written. Source: ``run.steps`` and the table "at execute"."""
 REQUESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "move-requested": {"person": _ACTIVE, "worker": ("started", "stopping")},
-    "stop-requested": {"person": _ACTIVE, "triggerer": ("between", "started", "stopping")},
+    "stop-requested": {
+        "person": _ACTIVE,
+        "triggerer": ("between", "started", "stopping"),
+        "worker": _ACTIVE,
+    },
 }
-"""The same for requests, by the kind of the actor that writes them: a sensor's worker, a killed trigger."""
-UNREACHED: Mapping[str, str] = {}
+"""The same for requests, by the kind of the actor that writes them: a sensor's worker, a task's own worker at
+its time-out, a killed trigger."""
+RACES = tuple(f"{request} {state} person" for request in REQUESTS for state in _OVER)
+"""What is possible only if the run ends between a person's look and the request, which then has no effect."""
+UNREACHED: Mapping[str, str] = {
+    "change-undone changing owner": "no simulated cloud changes the number of nodes in place",
+    "move-requested stopping worker": "both have to be written within a second",
+}
 """Pairs that no seed reaches, each with the reason."""
 
 
@@ -77,7 +89,8 @@ def report(counts: Mapping[str, int]) -> list[str]:
     """Lines of what was reached, what was not, and what should not have been possible."""
     expected = possible()
     missed = [pair for pair in expected if not counts.get(pair)]
-    strange = [pair for pair in counts if pair.startswith(PREFIX) and pair not in expected]
+    known = {*expected, *(PREFIX + pair for pair in RACES)}
+    strange = [pair for pair in counts if pair.startswith(PREFIX) and pair not in known]
     share = 100 * (1 - len(missed) / len(expected))
     return [
         f"coverage: {len(expected) - len(missed)} of {len(expected)} pairs ({share:.1f} %)",

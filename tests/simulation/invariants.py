@@ -148,7 +148,7 @@ class Invariants:
         if event.number != ledger.state.number + 1:
             fail("events", f"event {event.number} follows {ledger.state.number}")
         self._check_event(ledger, event)
-        writer = self.world.current.kind if self.world.current else "world"
+        writer = effect.who.kind if effect.who else "world"
         self.world.counts[pair_of(event, ledger.state, writer)] += 1
         self.world.note(f"event {event.number} {event.type}{_brief(event)}")
         ledger.state = fold([event], ledger.state)
@@ -226,6 +226,9 @@ class Invariants:
 
     def _note_event(self, ledger: Ledger, event: Event) -> None:
         body, now, state = event.body, self.world.now, ledger.state
+        if not isinstance(body, bodies.MoveRequested | bodies.StopRequested):
+            is_end = isinstance(body, bodies.AttemptEnded)
+            ledger.last_end = (body.generation, body.attempt) if is_end else None
         if isinstance(body, bodies.StopRequested):
             ledger.stop = event.number
         elif isinstance(body, bodies.NewGeneration | bodies.NewOwner):

@@ -25,6 +25,7 @@ class Ledger:
         state: Fold of its events.
         stop, clear: Numbers of the last stop request and of the last clear.
         intended, started, ended: True times of the attempts' events, by key.
+        last_end: Key of the attempt by whose end the owner wrote last; None once it wrote something else.
         over_at: True time at which the run ended; None while it goes on.
         manifests: True time of the first manifest of each checkpoint in the store, by name.
         overtaken: Those of them that may be void: another pod, or a later attempt, had taken over by then.
@@ -40,6 +41,7 @@ class Ledger:
     intended: dict[tuple[int, int], float] = field(default_factory=dict)
     started: dict[tuple[int, int], float] = field(default_factory=dict)
     ended: dict[tuple[int, int], float] = field(default_factory=dict)
+    last_end: tuple[int, int] | None = None
     over_at: float | None = None
     manifests: dict[str, float] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)

@@ -99,6 +99,7 @@ class Money:
                 continue
             granule = sum(self._granule_usd(node) for node in nodes) + 1e-6
             is_least = attempt.end.usage_is_lower_bound or attempt.unreleased
+            is_least = is_least or attempt.key == ledger.last_end  # the owner died, and no other came
             if told > true + granule or (told < true - granule and not is_least):
                 fail(
                     "money",
@@ -114,6 +115,8 @@ class Money:
         for attempt in ledger.state.attempts if ledger.state.number else ():
             had_tries = ledger.ended.get(attempt.key, over) < over - 3600.0
             nodes = by_attempt.get(attempt.key, [])
+            refused = (one.attempt.refused_at for one in nodes)
+            had_tries = had_tries and not any(at is not None and at > over - 3600.0 for at in refused)
             is_gone = all(one.is_over and (one.ended_at or 0.0) < over - 3600.0 for one in nodes)
             if attempt.unreleased and attempt.released_at is None and is_gone and had_tries:
                 fail("released", f"attempt {attempt.key} was never released: {attempt.unreleased}")

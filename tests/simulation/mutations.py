@@ -74,6 +74,9 @@ MUTATIONS = {
         'if not gone or fence_of(store, generation, attempt) != "open":',
         'if not gone or fence_of(store, generation, attempt) == "over":',
     ),
+    "no-wait-for-the-others": Mutation(
+        "envscaler_airflow.sidecar.replaced", "        if not late:\n            break", "        break"
+    ),
     "request-unanswered": Mutation(
         "envscaler_airflow.run.steps",
         "return next((item for item in pending if isinstance(item.body, kind)), None)",

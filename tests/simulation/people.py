@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -22,11 +23,15 @@ from tests.simulation.kernel import Machine
 
 if TYPE_CHECKING:
     from tests.simulation.airflow import SimAirflow, TaskInstance
+    from tests.simulation.store import Effect
 
 EVERY_S = (120.0, 900.0)
 """How often somebody looks at the run, seconds. Chosen: some twenty occasions in a run of hours."""
 CLEAR_S = (1.0, 900.0)
 """When a person clears what has succeeded, seconds. Chosen: before its callbacks ran, or long after."""
+IN_CHANGE = ("clear", "restart-fresh", "delete-dag-run", "mark-failed", "cancel", "move")
+IN_CHANGE_S = (0.0, 120.0)
+"""What a person does during a change in place, and when, seconds. Chosen: a change lasts some minutes."""
 REAP_EVERY_S = 3600.0
 """How often `reap` runs, seconds. Chosen: as its documentation advises."""
 
@@ -72,7 +77,8 @@ class People:
         }
 
     def start(self) -> None:
-        """Begin to look at the run from time to time."""
+        """Begin to look at the run from time to time, and at each change in place."""
+        self.airflow.store.watchers.append(self._notice)
         self.airflow.world.spawn("person", self._look, machine=self.machine)
         self.airflow.world.spawn("person", self._reap, machine=self.machine, name="reap")
 
@@ -84,6 +90,24 @@ class People:
                 if STAGE in self.airflow.tis and world.strikes(kind):
                     with suppress(EnvScalerError):
                         act()
+
+    def _notice(self, effect: Effect) -> None:
+        """While CPU and memory are being changed, a person may do something else with the stage."""
+        is_event = effect.data is not None and "/events/" in effect.name
+        if not is_event or json.loads(effect.data or b"")["type"] != "change-intended":
+            return
+        world = self.airflow.world
+        if not world.strikes("act-in-change"):
+            return
+        name = self.random.choice(IN_CHANGE)
+
+        def act() -> None:
+            if STAGE in self.airflow.tis:
+                with suppress(EnvScalerError):
+                    self.acts[name]()
+
+        after_s = self.random.uniform(*IN_CHANGE_S)
+        world.spawn("person", act, machine=self.machine, after_s=after_s, name=f"{name} in a change")
 
     def clear_later(self, ti: TaskInstance) -> None:
         """A person wants its success again, in some minutes; until then the DAG run is not over."""
@@ -145,7 +169,8 @@ class People:
         if live is None or state.status != "active":
             return
         offers = self.airflow.cloud.client(self.machine).offers()
-        target = Allocation(self.random.choice(offers), live.allocation.nodes)
+        others = [offer for offer in offers if offer != live.allocation.offer] or offers
+        target = Allocation(self.random.choice(others), live.allocation.nodes)
         because = {"reason": "a person wants it", "numbers": {}, "check": None, "forced": True}
         event = request_move(run, target=target, from_attempt=live.key, because=because)
         self.airflow.fact("move", self.airflow.tis[STAGE], f"event {event.number} to {target.name}")

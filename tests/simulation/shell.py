@@ -157,7 +157,8 @@ class Shell:
         if live is None or state.status != "active":
             return
         offers = self.cloud.client(self.other).offers()
-        target = Allocation(self.random.choice(offers), live.allocation.nodes)
+        others = [offer for offer in offers if offer != live.allocation.offer] or offers
+        target = Allocation(self.random.choice(others), live.allocation.nodes)
         because = {"reason": "a person wants it", "numbers": {}, "check": None, "forced": True}
         request_move(run, target=target, from_attempt=live.key, because=because)
 

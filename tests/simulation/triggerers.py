@@ -136,9 +136,9 @@ class Triggerer:
         )
 
     def cancel(self, row: Row) -> None:
-        """Cancel a trigger that the database no longer assigns to this triggerer, as a user's act would."""
-        actor = self.running.get(row)
-        if actor is not None and row not in self.cancelled:
+        """Cancel a trigger if the database no longer assigns it to this triggerer, as a user's act would."""
+        actor, is_mine = self.running.get(row), row.is_linked and row.at is self
+        if actor is not None and row not in self.cancelled and not is_mine:
             self.cancelled.add(row)
             self._all.airflow.world.wake(actor, asyncio.CancelledError(BY_USER))
 
