@@ -145,7 +145,9 @@ def _within(held: UsageInterval, start: float, end: float | None) -> UsageInterv
     """Return the part of an interval from *start* to *end*; None if it is empty."""
     first = max(held.start, start)
     last = held.end if end is None else end if held.end is None else min(held.end, end)
-    return None if last is not None and last <= first else UsageInterval(held.node, first, last)
+    if last is not None and last <= first:
+        return None
+    return UsageInterval(held.node, first, last, before_s=first - held.start or None)
 
 
 def cost_usd(

@@ -27,12 +27,14 @@ class UsageInterval(Record):
         end: When it was released; None while it is allocated. An end before the start counts as no time.
         now: The provider's time of its answer; an open interval is billed up to it. None where the provider
             does not report it.
+        before_s: Time of the same machine before *start*, in another interval: both are rounded together.
     """
 
     node: int
     start: NotNegative[float]
     end: NotNegative[float] | None = None
     now: float | None = None
+    before_s: NotNegative[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +300,11 @@ def _billed_s(offer: Offer | None, held: UsageInterval, now: float, tariffs: Tar
     """Return the billed seconds: rounded up to the cloud's unit, and at least its minimum."""
     seconds = _seconds(held, now)
     billing = None if offer is None else tariffs.get(offer.cloud, UNKNOWN_TARIFF).billing
-    return seconds if billing is None or seconds == 0 else billing.billed_s(seconds)
+    if billing is None or seconds == 0:
+        return seconds
+    if not held.before_s:
+        return billing.billed_s(seconds)
+    return billing.billed_s(held.before_s + seconds) - billing.billed_s(held.before_s)
 
 
 def _mean_price(allocation: Allocation) -> float | None:

@@ -1,11 +1,13 @@
-"""Cost of nodes that a shrink in place removed: they stay on the bill."""
+"""Cost of nodes that were changed in place: removed ones stay on the bill, and each is rounded once."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from envscaler_airflow.owner import facts
-from envscaler_airflow.owner.usage import with_removed
+from envscaler_airflow.owner.usage import Span, cost_usd, with_removed
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.run import AttemptState, Handle
 from envscaler_airflow.run.cost import UsageInterval
@@ -92,3 +94,14 @@ def test_the_bill_asks_for_both():
     live = attempt((2, 10), (1, None))
 
     assert facts.usage_of(Shows(), live) == held((0, 0, None), (1, 0, 10))
+
+
+@pytest.mark.parametrize(("cloud", "seconds"), [("aws", 100), ("lambda", 120)])
+def test_a_machine_that_is_changed_in_place_is_rounded_once(cloud, seconds):
+    """100 s, the last 10 of them on more CPUs: AWS bills at least a minute, Lambda whole minutes."""
+    small = Allocation(replace(cpu_offer(1, usd_per_hour=3.6), cloud=cloud), 1)
+    large = Allocation(replace(cpu_offer(2, usd_per_hour=3.6), cloud=cloud), 1)
+
+    usd = cost_usd((Span(0.0, small), Span(90.0, large)), [UsageInterval(0, START, START + 100)])
+
+    assert usd == pytest.approx(seconds * 0.001)
