@@ -40,7 +40,7 @@ REQUESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "move-requested": {"person": _ACTIVE, "worker": ("started", "stopping")},
     "stop-requested": {
         "person": _ACTIVE,
-        "triggerer": ("between", "started", "stopping"),
+        "triggerer": ("between", "started", "changing", "stopping"),
         "worker": _ACTIVE,
     },
 }
