@@ -365,6 +365,25 @@ class PriceCache:
             self._write(self._path(feed.cloud, region), text.encode())
         return price_list
 
+    def ages(self) -> dict[tuple[str, str], float]:
+        """When each region's feed last answered, by cloud and region, of the compiled catalog."""
+        try:
+            lines = json.loads((self.folder / INDEX).read_bytes())["price_lists"]
+            found = [PriceList.from_dict(line) for line in lines]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return {}
+        return {(one.cloud, one.region): one.at for one in found if one.at is not None}
+
+    def keep(self, price_list: PriceList) -> bool:
+        """Store a price list that another process fetched; False if the one here is as new."""
+        with self._alone():
+            last = self.price_list(price_list.cloud, price_list.region)
+            if last is not None and (last.at or 0.0) >= (price_list.at or 0.0):
+                return False
+            text = json.dumps(price_list.to_dict(), allow_nan=False)
+            self._write(self._path(price_list.cloud, price_list.region), text.encode())
+        return True
+
     def compile(self) -> OfferTable:
         """Rebuild the catalog from the snapshot and all price lists; the next query loads it."""
         with self._alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import hashlib
 import io
@@ -227,6 +228,21 @@ def open_catalog(path: Path | None = None, *, cache: Path | None = None) -> Offe
         table = read_tables(path)
     _cache(cached, pack(table))
     return table
+
+
+def live_catalog() -> OfferTable:
+    """The packaged offers with the live prices of this machine's cache; read again after each refresh."""
+    folder = cache_dir()
+    try:
+        changed = (folder / "catalog.json").stat().st_mtime_ns
+    except OSError:
+        return packaged()
+    return _live_at(folder, changed)
+
+
+@functools.lru_cache(maxsize=1)
+def _live_at(folder: Path, _changed: int) -> OfferTable:
+    return open_catalog(cache=folder)
 
 
 def _live(folder: Path) -> OfferTable | None:

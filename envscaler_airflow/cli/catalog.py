@@ -13,6 +13,7 @@ import click
 
 from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.catalog.prices import PriceCache
+from envscaler_airflow.catalog.shared_prices import publish
 from envscaler_airflow.catalog.sources import cache_dir
 from envscaler_airflow.cli.common import echo_json, output_option
 from envscaler_airflow.cli.offer_options import (
@@ -41,6 +42,7 @@ from envscaler_airflow.planning.market import Scope, Search, search
 from envscaler_airflow.planning.near_misses import unknown_gpus
 from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.table import OfferTable
+from envscaler_airflow.store.run_store import open_store
 
 
 @click.group()
@@ -59,6 +61,7 @@ def catalog() -> None:
 @click.option("--region", "regions", multiple=True, help="Every region of the catalog by default.")
 @click.option("--endpoint-url", help="Of a stand-in for the cloud's API.")
 @click.option("--accept-outliers", is_flag=True, help="Use the outliers that are in quarantine.")
+@click.option("--store", "store_url", help="Run store; share the prices with its workers and shells.")
 @output_option
 def refresh(
     clouds: tuple[str, ...],
@@ -66,6 +69,7 @@ def refresh(
     *,
     endpoint_url: str | None,
     accept_outliers: bool,
+    store_url: str | None,
     as_json: bool,
 ) -> None:
     """Fetch current prices; a cloud that fails keeps its last good ones. Exit 2 if any failed."""
@@ -87,6 +91,10 @@ def refresh(
         except SpecError as err:  # it lacks a key or an SDK: the other clouds need neither
             failed.append(str(err))
     table = cache.compile()
+    if store_url is not None:
+        store = open_store(store_url)
+        for price_list in cache.price_lists():
+            publish(store, price_list)
     if as_json:
         price_lists = [one.to_dict() for one in cache.price_lists()]
         sizes = {"rows": len(table), "types": len(table.kinds), "folder": str(cache.folder)}

@@ -179,6 +179,8 @@ def market_options(command: _F) -> _F:
     ) -> Any:
         if node_prices and nodes_file is None:
             raise SpecError("--node-price says nothing without the nodes: add --nodes FILE")
+        if offers_path is None and kwargs.get("store_url") is not None:
+            _pull_prices(kwargs["store_url"])
         table = open_catalog(offers_path)
         if nodes_file is not None:
             table = nodes_table(nodes_file, table, node_prices)
@@ -190,6 +192,17 @@ def market_options(command: _F) -> _F:
         return command(*args, table=table, scope=scope, committed=committed, **kwargs)
 
     return cast("_F", with_market)
+
+
+def _pull_prices(store_url: str) -> None:
+    """Copy newer live prices from the run store, and print what is wrong with them."""
+    from envscaler_airflow.catalog.prices import PriceCache  # noqa: PLC0415  (a plan without a store does without)
+    from envscaler_airflow.catalog.shared_prices import pull  # noqa: PLC0415  (as above)
+    from envscaler_airflow.store.run_store import open_store  # noqa: PLC0415  (as above)
+
+    store = open_store(store_url)
+    for fault in pull(store, PriceCache(cache_dir()), now=store.now()):
+        click.echo(f"ignored: {fault}", err=True)
 
 
 def _known_clouds(text: str | None, table: OfferTable) -> list[str] | None:

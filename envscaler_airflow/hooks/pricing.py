@@ -17,6 +17,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException, A
 from envscaler_airflow.clouds import Access, PriceFeed, price_sources
 from envscaler_airflow.errors import EnvScalerError, SpecError
 from envscaler_airflow.hooks.connections import access_of, extra_of
+from envscaler_airflow.hooks.settings import setting, store_place
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -50,6 +51,8 @@ class CloudPricingHook(BaseHook):
             use its login, password and extras ``api_key``, ``token``, ``endpoint_url`` and ``verify``. None:
             the usual default.
         endpoint_url: Of a substitute for the cloud's API.
+        store_conn_id: Run store through which workers and shells get the prices; None:
+            ``[envscaler] store_url``.
         cache: Folder of the prices; None: ``ENVSCALER_CACHE``, else the user's cache folder.
     """
 
@@ -62,6 +65,7 @@ class CloudPricingHook(BaseHook):
         conn_id: str | None = None,
         *,
         endpoint_url: str | None = None,
+        store_conn_id: str | None = None,
         cache: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -77,6 +81,7 @@ class CloudPricingHook(BaseHook):
         self.cloud = cloud
         self.conn_id = conn_id or known[cloud].conn_id
         self.endpoint_url = endpoint_url
+        self.store_conn_id = store_conn_id
         self.cache = cache
 
     def get_conn(self) -> PriceFeed:
@@ -111,7 +116,18 @@ class CloudPricingHook(BaseHook):
         cache = PriceCache(Path(self.cache) if self.cache else cache_dir())
         price_lists = [cache.refresh(self._feed, region, clock=time.time) for region in regions]
         cache.compile()
+        self._share(price_lists)
         return price_lists
+
+    def _share(self, price_lists: Iterable[PriceList]) -> None:
+        """Put the prices into the run store, if one is configured."""
+        from envscaler_airflow.catalog.shared_prices import publish  # noqa: PLC0415  (DAG files do without)
+
+        if self.store_conn_id is None and not setting("store_url"):
+            return
+        store = store_place(store_conn_id=self.store_conn_id).open()
+        for price_list in price_lists:
+            publish(store, price_list)
 
     def test_connection(self) -> tuple[bool, str]:
         """Request the prices of one region."""

@@ -118,6 +118,7 @@ def _allocation(owned: OwnedRun, state: RunState, action: Action) -> Allocation:
         raise BudgetError(fault)
     if target is not None and (memory is None or choose.least_memory_bytes(target) >= memory):
         return target
+    _pull_prices(owned, now=now)
     spec, offers = owned.spec(state), owned.backend.offers()
     goal = choose.goal_of(state, owned.stage, spent_usd=spent, now=now)
     sold_out = choose.sold_out_offers(owned.run.store, offers, now=now)
@@ -135,6 +136,21 @@ def _allocation(owned: OwnedRun, state: RunState, action: Action) -> Allocation:
     log.info("%s", choose.in_words(made))
     choose.write_plan(owned.run, state, made, inputs, spec, offers, **how)
     return made.pick()
+
+
+def _pull_prices(owned: OwnedRun, *, now: float) -> None:
+    """Copy newer live prices from the run store, for backends whose offers are machines of a cloud."""
+    from envscaler_airflow.catalog.prices import PriceCache  # noqa: PLC0415  (only a start waits for the catalog)
+    from envscaler_airflow.catalog.shared_prices import pull  # noqa: PLC0415  (as above)
+    from envscaler_airflow.catalog.sources import cache_dir  # noqa: PLC0415  (as above)
+
+    try:
+        faults = pull(owned.run.store, PriceCache(cache_dir()), now=now)
+    except EnvScalerError as err:
+        log.warning("live prices of the run store are not used: %s", err)
+        return
+    for fault in faults:
+        log.warning("live prices of the run store are ignored: %s", fault)
 
 
 def carry_out(owned: OwnedRun, state: RunState, action: Action) -> RunState:

@@ -13,6 +13,7 @@ from airflow.sdk.exceptions import AirflowNotFoundException
 from envscaler_airflow import CloudPricingHook
 from envscaler_airflow.clouds import Fetched, Quote
 from envscaler_airflow.errors import BackendError, SpecError
+from envscaler_airflow.store.run_store import open_store
 
 
 @pytest.fixture
@@ -239,3 +240,15 @@ def test_the_test_of_a_connection_says_what_came():
 
     assert hook_on(Feed()).test_connection() == (True, "1 prices of aws us-east-1")
     assert hook_on(Feed(refused)).test_connection() == (False, "AWS pricing in us-east-1: no")
+
+
+def test_refreshed_prices_are_shared_through_the_run_store(connections, tmp_path, monkeypatch):
+    """Workers, triggerers and shells see the same ones; without a store they stay here."""
+    hook = hook_on(Feed(), cache=str(tmp_path / "cache"))
+    hook.refresh(["us-east-1"])
+    monkeypatch.setenv("AIRFLOW__ENVSCALER__STORE_URL", f"file://{tmp_path}/store")
+
+    hook.refresh(["us-east-1"])
+
+    store = open_store(f"file://{tmp_path}/store")
+    assert len(store.names("prices.v1/aws.us-east-1")) == 1
