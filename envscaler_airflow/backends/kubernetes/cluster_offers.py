@@ -23,7 +23,7 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
 )
 from envscaler_airflow.catalog.accelerators import Accelerator, unit_name
 from envscaler_airflow.catalog.nodes import GIB, ClusterNode, Price, highest, node_price, quantity, read_node
-from envscaler_airflow.catalog.packaged import packaged
+from envscaler_airflow.catalog.sources import live_catalog
 from envscaler_airflow.planning.offers import AllocationPart, CapacityType, Offer
 
 _FOR_OTHERS = ("node-role.kubernetes.io/", "virtual-kubelet.io/", "eks.amazonaws.com/compute-type")
@@ -115,7 +115,7 @@ def _price(node: ClusterNode, kind: NodeGroup, settings: Settings) -> Price:
         return usd, "usd_per_hour of the configuration"
     if node.cloud is None or node.instance_type is None:
         return None, source
-    return node_price(node, prices=packaged(), cluster_prices={})
+    return node_price(node, prices=live_catalog(), cluster_prices={})
 
 
 def _is_addressed(node: Mapping[str, Any], kind: NodeGroup, settings: Settings) -> bool:

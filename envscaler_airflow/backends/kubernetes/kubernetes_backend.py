@@ -80,7 +80,6 @@ from envscaler_airflow.backends.kubernetes.mounts import drivers_for
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S, any_node
 from envscaler_airflow.backends.kubernetes.security import OF_STORE
 from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
-from envscaler_airflow.catalog.sources import live_catalog
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.images.targets import with_image
 from envscaler_airflow.run import Handle, Outcome, outcome_of
@@ -187,7 +186,7 @@ class KubernetesBackend:
             raise NoOfferError(
                 f"{err}; grant it, or list what is available as cluster_prices in the configuration"
             ) from err
-        return derived_offers(nodes, self.settings, prices=live_catalog)
+        return derived_offers(nodes, self.settings)
 
     def later_offers(self) -> tuple[Offer, ...]:
         """Shares of nodes that accept no pods now, for as long as a stage waits for a node.
@@ -197,7 +196,7 @@ class KubernetesBackend:
         """
         if self.settings.wait_for_node_s <= 0 or self.settings.cluster_prices:
             return ()
-        return derived_offers(self._nodes(), self.settings, prices=live_catalog, is_later=True)
+        return derived_offers(self._nodes(), self.settings, is_later=True)
 
     def _nodes(self) -> list[Json]:
         """The nodes that stages may use."""

@@ -12,6 +12,8 @@ from envscaler_airflow.backends.kubernetes.handles import Part
 from envscaler_airflow.backends.kubernetes.job_changes import patch_of, state_of
 from envscaler_airflow.backends.kubernetes.job_usage import intervals
 from envscaler_airflow.catalog.nodes import quantity
+from envscaler_airflow.catalog.prices import Price, PriceCache, PriceList
+from envscaler_airflow.clouds import Quote
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.run.cost import UsageInterval
 
@@ -96,6 +98,20 @@ def test_a_rented_node_costs_what_its_cloud_asks_for_the_type():
     assert offer.price_source == "as aws g5.xlarge: AWS list price of 2026-07-20, 1 of a node"
 
 
+def test_a_node_of_a_cloud_has_the_refreshed_price(tmp_path, monkeypatch):
+    """The list price of July until a refresh; then the live one, with its date (feature B2)."""
+    monkeypatch.setenv("ENVSCALER_CACHE", str(tmp_path))
+    key = Quote("g5.xlarge", "us-east-1", "", "on-demand", 0.0).key
+    cache = PriceCache(tmp_path)
+    cache.keep(PriceList("aws", "us-east-1", at=3600.0, source="AWS", prices={key: Price(0.9, 3600.0)}))
+    cache.compile()
+
+    [offer] = derived_offers([rented()], Settings())
+
+    assert offer.usd_per_hour == 0.9
+    assert "AWS, 1970-01-01 01:00 UTC" in offer.price_source
+
+
 @pytest.mark.parametrize("key", ["g5.xlarge", "pool", "*"])
 def test_the_owners_price_goes_before_the_clouds(key, monkeypatch):
     """By instance type, by node pool, or for all; the catalog is not even opened."""
@@ -103,7 +119,7 @@ def test_the_owners_price_goes_before_the_clouds(key, monkeypatch):
     def catalog():
         raise AssertionError("the catalog was opened")
 
-    monkeypatch.setattr("envscaler_airflow.backends.kubernetes.cluster_offers.packaged", catalog)
+    monkeypatch.setattr("envscaler_airflow.backends.kubernetes.cluster_offers.live_catalog", catalog)
     nodes = [rented(labels={"eks.amazonaws.com/nodegroup": "pool"})]
 
     [offer] = derived_offers(nodes, Settings(usd_per_hour={key: 0.25}))
