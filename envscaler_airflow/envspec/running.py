@@ -193,12 +193,12 @@ class Scaling(Model):
     min_nodes: Count | None = None
     max_nodes: Count | None = None
     policy: PolicyName = "cost-to-finish"
-    cooldown: Duration = "1h"
-    stabilization: Duration = "2m"
-    tolerance: Fraction = 0.1
+    cooldown: Duration | None = None
+    stabilization: Duration | None = None
+    tolerance: Fraction | None = None
     warmup: Duration = "30s"
     min_speed: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
-    min_epochs_between: Annotated[int, Field(strict=True, ge=0, le=100_000)] = 1
+    min_epochs_between: Annotated[int, Field(strict=True, ge=0, le=100_000)] | None = None
     max_moves: Annotated[int, Field(strict=True, ge=0, le=100_000)] | None = None
     recommend_only: Annotated[bool, Field(strict=True)] = False
     rules: Annotated[tuple[MetricRule, ...], Field(max_length=64)] = ()
@@ -208,9 +208,9 @@ class Scaling(Model):
     phases: Annotated[dict[PolicyName, PhaseResources], Field(max_length=64)] = Field(default={})
 
     @property
-    def cooldown_s(self) -> float:
-        """Least seconds between two moves."""
-        return duration_s(self.cooldown)
+    def cooldown_s(self) -> float | None:
+        """Least seconds between two moves; None: the policy decides."""
+        return None if self.cooldown is None else duration_s(self.cooldown)
 
     @property
     def warmup_s(self) -> float:
@@ -218,9 +218,9 @@ class Scaling(Model):
         return duration_s(self.warmup)
 
     @property
-    def stabilization_s(self) -> float:
-        """Seconds that a better machine must stay better before a move."""
-        return duration_s(self.stabilization)
+    def stabilization_s(self) -> float | None:
+        """Seconds that a better machine must stay better before a move; None: the policy decides."""
+        return None if self.stabilization is None else duration_s(self.stabilization)
 
     @property
     def all_rules(self) -> tuple[MetricRule, ...]:

@@ -105,7 +105,7 @@ def _judge(
     fresh = {offer.name: offer for offer in offers}
     rest = None if target.rest is None else fresh[target.rest.name]
     target = replace(target, offer=fresh[target.offer.name], rest=rest)
-    watcher = ScalingWatcher(run=run, backend=backend, candidates=(target,))
+    watcher = ScalingWatcher(run=run, backend=backend, also=target)
     return _validate(watcher, state, live, asked, target, backend)
 
 
@@ -141,6 +141,9 @@ def _validate(
         # A single read has no age; treat a node that has reported as healthy.
         health="ok" if now.health == "unknown" and now.units_done is not None else now.health,
         speeds={**(seen.speeds if seen else {}), **now.speeds},
+        measured=now.measured if seen is None else seen.measured,
+        history=now.history if seen is None else seen.history,
+        since_move_s=_longest(now, seen),
         pending=None if not others and live.phase != "stopping" else now.pending,
         free_nodes=free,
         refused={},  # the requester has already waited
@@ -156,6 +159,13 @@ def _validate(
     if decision.target.name != target.name:
         return Verdict(None, f"the policy now wants {decision.target.name}", numbers)
     return Verdict(target, decision.reason, numbers)
+
+
+def _longest(now: Observation, seen: Observation | None) -> float | None:
+    """Return the time since the last move, which the requester may know for longer."""
+    if seen is None or seen.since_move_s is None or now.since_move_s is None or seen.moves != now.moves:
+        return now.since_move_s
+    return max(now.since_move_s, seen.since_move_s)
 
 
 def _seen_by_requester(asked: MoveRequested) -> Observation | None:

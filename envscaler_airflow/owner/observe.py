@@ -36,7 +36,8 @@ from envscaler_airflow.scaling import (
 from envscaler_airflow.scaling.deadline import Market
 from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.from_spec import policy_of, speedups_of
-from envscaler_airflow.scaling.observation import Refused
+from envscaler_airflow.scaling.history import History, averaged
+from envscaler_airflow.scaling.observation import Done, Refused
 from envscaler_airflow.scaling.phase import Forecast
 from envscaler_airflow.store.decisions import read_decisions
 from envscaler_airflow.store.run import Run
@@ -88,6 +89,7 @@ class _Attempt:
     earlier: Speed | None = None
     unit: str = ""
     claim: int = 0
+    looked_at: tuple[int, int] = (0, 0)
 
 
 class ScalingWatcher:
@@ -99,6 +101,7 @@ class ScalingWatcher:
         run: Run,
         backend: Backend,
         candidates: tuple[Allocation, ...] = (),
+        also: Allocation | None = None,
         ask: Ask | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,12 +111,14 @@ class ScalingWatcher:
             run: Which run.
             backend: For metered cost.
             candidates: What the stage may move to; if empty, the targets in ``plan.json``.
+            also: One more, which replaces that of the same name.
             ask: Answers the queries of rules; None: the answers that the last check recorded remain in use.
             monotonic: For ages.
         """
         self._run = run
         self._backend = backend
         self._candidates = candidates
+        self._also = {} if also is None else {also.name: also}
         self._ask = ask
         self._monotonic = monotonic
         checks = [check for check, _ in read_decisions(run)]
@@ -176,7 +181,8 @@ class ScalingWatcher:
         planned = [Allocation.from_dict(item) for item in self._plan.get("targets", ())]
         put_off = state.live.next_allocation if state.live is not None else None
         names = {put_off.name} if put_off is not None else set()
-        return tuple(item for item in self._candidates or planned if item.name not in names)
+        known = {item.name: item for item in self._candidates or planned} | self._also
+        return tuple(item for name, item in known.items() if name not in names)
 
     def observation(self, state: RunState, live: AttemptState) -> Observation:
         """Return the facts at this moment; see :class:`~envscaler_airflow.scaling.Observation`."""
@@ -235,6 +241,9 @@ class ScalingWatcher:
         """Return the training's progress and speed, and the facts about current and candidate machines."""
         done = work_of(head.progress) if head else None
         candidates = self.candidates(state)
+        step = _new_step(mine, head)
+        is_same = self._memory.generation == live.generation
+        history = self._memory.history if is_same else History()
         places = (live.allocation, *candidates)
         return Observation(
             current=live.allocation,
@@ -249,7 +258,8 @@ class ScalingWatcher:
             units_total=done.total if done else None,
             epoch=head.progress.epoch if head else None,
             speeds={**self._learned(places, done.unit if done else mine.unit), **self._speeds(live, mine)},
-            measured=self._measured(live, head, places),
+            measured=self._measured(live, step, places),
+            history=history.after(live.allocation.name, moves=_moves(state), done=_share(done), step=step),
             gpu_speeds=_gpu_speeds(places),
             speedups=speedups_of(self.spec(state)),
             overheads=self._overheads(state, live, head),
@@ -355,6 +365,8 @@ class ScalingWatcher:
             mine.earlier = merged(mine.earlier, measure(mine.points))  # from the pod before its replacement
             mine.points.clear()
         mine.claim = head.claim
+        if not mine.points and mine.earlier is None and (first := _first_point(head, work.unit)) is not None:
+            mine.points.append(first)
         if not mine.points or at_s > mine.points[-1][0]:
             mine.points.append((at_s, done))
             del mine.points[:-MAX_POINTS]
@@ -395,9 +407,9 @@ class ScalingWatcher:
         return self._forecast.after(phases, now_s - self._phases[-1][1])
 
     def _measured(
-        self, live: AttemptState, head: Status | None, places: Iterable[Allocation]
+        self, live: AttemptState, step: Measured | None, places: Iterable[Allocation]
     ) -> dict[str, Measured]:
-        """Return the steps by allocation, the newest of this generation, else of earlier runs."""
+        """Return the steps by allocation, of this generation with *step* included, else of earlier runs."""
         earlier = ((place.name, self._known.steps.get(machine_name(place))) for place in places)
         known = {
             name: Measured(one.batch, one.step_s, one.sync_s, one.noise_scale)
@@ -405,9 +417,8 @@ class ScalingWatcher:
             if one is not None
         }
         known |= self._memory.measured if self._memory.generation == live.generation else {}
-        step = None if head is None or head.phase != "running" else _step_of(head.progress)
         if step is not None:
-            known[live.allocation.name] = step
+            known[live.allocation.name] = averaged(known.get(live.allocation.name), step)
         return known
 
     def _overheads(self, state: RunState, live: AttemptState, head: Status | None) -> Overheads:
@@ -439,6 +450,21 @@ def _phases_of(checks: Iterable[Check]) -> list[tuple[str, float]]:
         if seen.training_phase is not None and (not found or found[-1][0] != seen.training_phase):
             found.append((seen.training_phase, seen.elapsed_s))
     return found
+
+
+def _share(done: Done | None) -> float | None:
+    """Return the fraction of the work that is done; None when it is unknown."""
+    if done is None or done.done is None or not done.total:
+        return None
+    return min(1.0, done.done / done.total)
+
+
+def _new_step(mine: _Attempt, head: Status | None) -> Measured | None:
+    """Return the step that a new status reports; None if the status was looked at before."""
+    if head is None or head.phase != "running" or mine.looked_at == (head.claim, head.sequence):
+        return None
+    mine.looked_at = (head.claim, head.sequence)
+    return _step_of(head.progress)
 
 
 def _step_of(progress: Progress) -> Measured | None:
@@ -501,6 +527,14 @@ def _moves(state: RunState) -> int:
     attempts = state.attempts_of(state.generation)
     left = sum(attempt.stop_reason == "move" and not attempt.is_live for attempt in attempts)
     return left + sum(len(attempt.earlier) for attempt in attempts)
+
+
+def _first_point(head: Status, unit: str) -> tuple[float, float] | None:
+    """Return when the first step of this attempt ended, and its number; None if it is not reported."""
+    first_s, begun = head.progress.first_step_s, head.start_step
+    if unit != "steps" or first_s is None or begun is None or head.resume is not None:
+        return None
+    return first_s, float(begun + 1)
 
 
 def _epochs_since(mine: _Attempt, head: Status | None) -> int | None:

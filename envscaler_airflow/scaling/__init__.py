@@ -69,7 +69,7 @@ def decide(
         for want in proposal.wants
         if holds(observation, policy, want) is None
     }
-    reason = holds_all(observation, least)
+    reason = holds_all(observation, least, proposal.wants)
     if reason is not None:
         is_blind = observation.health != "ok" or observation.phase != "running"
         return _keep(observation, policy, proposal, reason, {} if is_blind else wanted)
@@ -78,7 +78,7 @@ def decide(
         bound = _bound(policy, (want,))
         reason = (
             holds(observation, bound, want)
-            or holds_all(observation, bound)
+            or holds_all(observation, bound, (want,))
             or _unsettled(since, wanted, want, bound)
         )
         if reason is None:
@@ -97,9 +97,9 @@ def validate(
 ) -> Decision:
     """Check a requested move to *target* against fresh facts, before the owner accepts it.
 
-    This is the same code as :func:`decide` with *target* as the only candidate. The stabilization window
-    passed before the request, so it is not checked again; ``pending`` must not name the request under
-    validation.
+    This is the same code as :func:`decide` with *target* as the only candidate; the others remain places to
+    return to. The stabilization window passed before the request, so it is not checked again; ``pending``
+    must not name the request under validation.
 
     Args:
         observation: Fresh facts.
@@ -109,7 +109,14 @@ def validate(
             cooldown, epochs between moves and the maximum number of moves.
         policies: As for :func:`decide`.
     """
-    fresh = replace(observation, candidates=(target,))
+    others = {item.name: item for item in (*observation.elsewhere, *observation.candidates)}
+    others.pop(target.name, None)
+    fresh = replace(
+        observation,
+        candidates=(target,),
+        elsewhere=tuple(others.values()),
+        wanted={**observation.wanted, target.name: observation.elapsed_s},
+    )
     settled = replace(policy, stabilization_s=0.0)
     if not is_forced:
         return decide(fresh, settled, policies=policies)
@@ -151,9 +158,8 @@ def _proposal(
 
 def _unsettled(now_s: float, wanted: Mapping[str, float], want: Want, policy: Policy) -> str | None:
     held_s = now_s - wanted.get(want.target.name, now_s)
-    if held_s >= policy.stabilization_s:
-        return None
-    return f"it is wanted for {held_s:.0f} s of {policy.stabilization_s:.0f} s"
+    window_s = want.stabilization(policy)
+    return None if held_s >= window_s else f"it is wanted for {held_s:.0f} s of {window_s:.0f} s"
 
 
 def _move(want: Want, policy: Policy, proposal: Proposal, wanted: Mapping[str, float]) -> Decision:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from envscaler_airflow.backoff import wait_s
 from envscaler_airflow.planning import Estimate
 from envscaler_airflow.planning.amounts import usd_text
@@ -17,9 +19,11 @@ REFUSED_MOST_S = 3600.0
 full cluster costs one request an hour, and a temporary reason delays a move by a minute."""
 
 
-def holds_all(observation: Observation, policy: Policy) -> str | None:
-    """Why no move at all is allowed now; None: moves are allowed."""
+def holds_all(observation: Observation, policy: Policy, wants: Sequence[Want]) -> str | None:
+    """Why none of *wants* is allowed now; None: some may be."""
     since_s, since_epochs = observation.since_move_s, observation.since_move_epochs
+    cooldown_s = min((want.cooldown(policy) for want in wants), default=policy.cooldown_s or 0.0)
+    epochs = min((want.epochs_between(policy) for want in wants), default=policy.min_epochs_between or 0)
     if observation.health != "ok":
         return f"the stage's health is {observation.health}"
     if observation.phase != "running":
@@ -28,10 +32,10 @@ def holds_all(observation: Observation, policy: Policy) -> str | None:
         return f"one action at a time: {observation.pending}"
     if policy.max_moves is not None and observation.moves >= policy.max_moves:
         return f"{observation.moves} moves were made, max_moves is {policy.max_moves}"
-    if since_s is not None and since_s < policy.cooldown_s:
-        return f"cool-down: {since_s:.0f} s of {policy.cooldown_s:.0f} s since the last move"
-    if since_epochs is not None and since_epochs < policy.min_epochs_between:
-        return f"{since_epochs} epochs of {policy.min_epochs_between} since the last move"
+    if since_s is not None and since_s < cooldown_s:
+        return f"cool-down: {since_s:.0f} s of {cooldown_s:.0f} s since the last move"
+    if since_epochs is not None and since_epochs < epochs:
+        return f"{since_epochs} epochs of {epochs} since the last move"
     return None
 
 

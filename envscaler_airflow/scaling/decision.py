@@ -13,9 +13,19 @@ from envscaler_airflow.planning import Allocation, Estimate, Offer, Speed
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.record import NotNegative, Positive, Record, check_finite
 from envscaler_airflow.scaling.explore import Measured
+from envscaler_airflow.scaling.history import History
 from envscaler_airflow.scaling.observation import Across, Metric, Observation
 
 Action = Literal["keep", "move", "recommend"]
+
+TOLERANCE = 0.1
+"""Source: HPA's tolerance, KEP-4951, kubernetes/enhancements."""
+STABILIZATION_S = 120.0
+"""Chosen: four checks of the sensor's default interval."""
+COOLDOWN_S = 3600.0
+"""Chosen: an hour, many times the duration of a move."""
+MIN_EPOCHS_BETWEEN = 1
+"""Chosen: one, so that a move is judged on a whole epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +114,14 @@ class Policy(Record):
         name: Name of the :class:`ScalingPolicy` that proposes: ``cost-to-finish``, ``threshold``, ...
         min_nodes, max_nodes: Limits of the number of nodes.
         value_of_hour: USD that an hour of waiting is worth.
-        tolerance: Fraction of the cost of staying that a move must save. HPA's tolerance, 0.1 by default:
-            KEP-4951, kubernetes/enhancements.
-        stabilization_s: Seconds that a move must have been wanted without a break. Chosen: four checks of the
-            sensor's default interval.
-        cooldown_s: Seconds between moves. Chosen: an hour, many times the duration of a move.
-        min_epochs_between: Epochs between moves. Chosen: one, so that a move is judged on a whole epoch.
+        tolerance: Fraction of the cost of staying that a move must save; None: what the policy needs, and
+            :data:`TOLERANCE` if it does not say.
+        stabilization_s: Seconds that a move must have been wanted without a break; None: what the move
+            states, otherwise :data:`STABILIZATION_S`.
+        cooldown_s: Seconds between moves; None: by the stakes of the move, if its policy states them,
+            otherwise :data:`COOLDOWN_S`.
+        min_epochs_between: Epochs between moves; None: none for a move whose policy states its cool-down,
+            otherwise :data:`MIN_EPOCHS_BETWEEN`.
         warmup_s: Seconds that a speed must have been measured before it counts. Chosen: longer than the slow
             first steps of most trainings.
         min_speed: Fraction of the speed of the fastest known allocation that every move must keep; 0: any.
@@ -128,10 +140,10 @@ class Policy(Record):
     min_nodes: int = 1
     max_nodes: int = 1
     value_of_hour: NotNegative[float] = 0.0
-    tolerance: float = 0.1
-    stabilization_s: NotNegative[float] = 120.0
-    cooldown_s: NotNegative[float] = 3600.0
-    min_epochs_between: NotNegative[int] = 1
+    tolerance: float | None = None
+    stabilization_s: NotNegative[float] | None = None
+    cooldown_s: NotNegative[float] | None = None
+    min_epochs_between: NotNegative[int] | None = None
     warmup_s: NotNegative[float] = 30.0
     min_speed: float = 0.0
     max_moves: NotNegative[int] | None = None
@@ -151,8 +163,13 @@ class Policy(Record):
             raise ValueError(f"model_parallel must be >= 1, got {self.model_parallel!r}")
         if not 0 <= self.min_speed <= 1:
             raise ValueError(f"min_speed must be in [0, 1], got {self.min_speed!r}")
-        if not 0 <= self.tolerance < 1:
+        if self.tolerance is not None and not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance must be in [0, 1), got {self.tolerance!r}")
+
+    @property
+    def least_saving(self) -> float:
+        """The stated tolerance, otherwise :data:`TOLERANCE`."""
+        return TOLERANCE if self.tolerance is None else self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +184,9 @@ class Want(Record):
             stabilization window do not apply. Every other guard does.
         weighs_moves: The policy has the costs of moves, and of moving back, in what it proposes: cooldown,
             epochs between moves and stabilization window do not delay it.
+        cooldown_s: Seconds since the last move that the stakes of this one call for; None: they are unknown.
+        stabilization_s: Seconds for which it must have been wanted, if the author does not state them; None:
+            the default.
     """
 
     target: Allocation
@@ -175,6 +195,25 @@ class Want(Record):
     moving: Estimate | None = None
     is_urgent: bool = False
     weighs_moves: bool = False
+    cooldown_s: NotNegative[float] | None = None
+    stabilization_s: NotNegative[float] | None = None
+
+    def cooldown(self, policy: Policy) -> float:
+        """Seconds since the last move that must have passed."""
+        return _first(policy.cooldown_s, self.cooldown_s, COOLDOWN_S)
+
+    def epochs_between(self, policy: Policy) -> float:
+        """Epochs since the last move that must have passed."""
+        own = None if self.cooldown_s is None else 0
+        return _first(policy.min_epochs_between, own, MIN_EPOCHS_BETWEEN)
+
+    def stabilization(self, policy: Policy) -> float:
+        """Seconds for which it must have been wanted without a break."""
+        return _first(policy.stabilization_s, self.stabilization_s, STABILIZATION_S)
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +396,8 @@ class Memory(Record):
         generation: Of the last check.
         wanted: From the last decision.
         speeds: Last measured speed of each allocation in this generation.
+        measured: Steps of each allocation in this generation.
+        history: What the stage has tried in this generation.
         unit: Last known unit of work; speeds in another unit are dropped.
     """
 
@@ -366,6 +407,7 @@ class Memory(Record):
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     measured: Mapping[str, Measured] = field(default_factory=dict)
     unit: str = ""
+    history: History = field(default_factory=History)
 
     def after(self, check: Check) -> Memory:
         """The memory after *check* is recorded; a new generation starts with an empty one."""
@@ -376,7 +418,9 @@ class Memory(Record):
         speeds.update(seen.speeds)
         steps = dict(self.measured) if seen.generation == self.generation else {}
         steps.update(seen.measured)
-        return Memory(seen.elapsed_s, seen.generation, dict(check.decision.wanted), speeds, steps, unit)
+        return Memory(
+            seen.elapsed_s, seen.generation, dict(check.decision.wanted), speeds, steps, unit, seen.history
+        )
 
 
 def remember(checks: Iterable[Check]) -> Memory:

@@ -1,4 +1,4 @@
-"""How fast a training would be on an allocation that it has not used, and whether a probe is worth it.
+"""How fast a training would be on an allocation that it has not used.
 
 A step consists of compute, which grows with the batch of one GPU, and synchronization, which depends on where
 the GPUs are. The logarithm of the synchronization, relative to the first step's compute, is a Gaussian
@@ -9,7 +9,7 @@ best batch, given the gradient noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from envscaler_airflow.planning.record import Record
@@ -68,12 +68,16 @@ class Measured:
         step_s: Mean seconds of a step.
         sync_s: The part of it that is synchronization not hidden behind compute.
         noise_scale: Gradient noise (variance over square) at that time; None: not reported.
+        times: Number of looks that it is the mean of, at most ten.
+        earlier: Measurements of the same shape at other batches.
     """
 
     batch: int
     step_s: float
     sync_s: float
     noise_scale: float | None = None
+    times: int = 1
+    earlier: tuple[Measured, ...] = ()
 
 
 def gain(batch: float, init_batch: float, noise_scale: float | None) -> float:
@@ -101,8 +105,6 @@ ROOM = 4.0
 calls for more than a batch that was seen: at first it calls for small ones. Chosen."""
 LARGER = 1.05
 """If a batch twice as large would be faster by this factor and is not used, it does not fit. Chosen."""
-SHORT_RESTARTS = 100.0
-"""A job with less time left than this many restarts is short, and steps are taken at once. Chosen."""
 UNSURE = 0.05
 """Fraction of a step that its noise and the model of compute may explain. Chosen."""
 
@@ -134,13 +136,33 @@ class Learner:
     _rows: list[tuple[Shape, float]] = field(default_factory=list)
     _weights: list[float] = field(default_factory=list)
     _factor: list[list[float]] = field(default_factory=list)
+    _is_conditioned: bool = False
 
     def learn(self, shape: Shape, measured: Measured) -> None:
-        """Add a measurement on *shape*; the newest one of a shape replaces earlier ones.
+        """Add a measurement on *shape* and its earlier ones; it replaces what was known of that shape."""
+        self.learn_all({shape: measured})
+
+    def learn_all(self, measured: Mapping[Shape, Measured]) -> None:
+        """Add measurements, the first shape first: each at its smallest batch, then at larger ones.
 
         The compute of a type is that of the first shape on it, or of a faster one. Extra time on other shapes
         counts as synchronization, regardless of its cause (data loading, a shared bus).
         """
+        rows = [
+            (shape, sorted((*one.earlier, one), key=lambda item: item.batch))
+            for shape, one in measured.items()
+        ]
+        for at in range(max((len(row) for _, row in rows), default=0)):
+            for shape, row in rows:
+                if at < len(row):
+                    self._learn(shape, row[at])
+        for shape, one in measured.items():
+            self.seen[shape] = one
+            if self._is_limited(shape, one):
+                self._limited.add(shape.gpu)
+        self._is_conditioned = False
+
+    def _learn(self, shape: Shape, measured: Measured) -> None:
         local, compute_s = measured.batch / shape.gpus, max(measured.step_s - measured.sync_s, 1e-9)
         if self._base is None:
             self._base = (shape, local, compute_s)
@@ -150,16 +172,6 @@ class Learner:
             points = self._points.setdefault(shape.gpu, {})
             points[round(local, 3)] = compute_s
             self._compute[shape.gpu] = self._fit(shape.gpu, points)
-        scale = self._base[2]
-        self._sync = {item: self._sync_of(item, found) for item, found in self.seen.items()}
-        if self._is_limited(shape, measured):
-            self._limited.add(shape.gpu)
-        self._rows = [
-            (item, math.log(max(self._sync_told(item), 1e-3 * scale) / scale) - self._mean(item))
-            for item in self.seen
-            if item.gpus > 1
-        ]
-        self._condition()
 
     def _sync_of(self, shape: Shape, measured: Measured) -> float:
         compute_s = self._step_of(shape.gpu, measured.batch / shape.gpus)
@@ -183,27 +195,27 @@ class Learner:
         """
         if self._base is None:
             raise ValueError("nothing was measured yet")
+        if not self._is_conditioned:
+            self._condition()
         unsure = 0.0 if shape.gpu in self._compute else self.prior.type_stdev
         if shape in self.seen:
             return self._progress(shape, noise_scale), 0.01
         if shape.gpus == 1:
-            return self._best(shape, 0.0, noise_scale), max(unsure, 0.02)
+            return self._best(shape, [0.0], noise_scale)[0], max(unsure, 0.02)
         across = [self._kernel(shape, item) for item, _ in self._rows]
         mean = self._mean(shape) + sum(a * w for a, w in zip(across, self._weights, strict=True))
         solved = _forward(self._factor, across)
         spread = math.sqrt(max(self._kernel(shape, shape) - sum(value * value for value in solved), 0.0))
-        low, median, high = (
-            self._best(shape, self._base[2] * math.exp(mean + part * spread), noise_scale)
-            for part in (-1, 0, 1)
-        )
+        syncs = [self._base[2] * math.exp(mean + part * spread) for part in (-1, 0, 1)]
+        low, median, high = self._best(shape, syncs, noise_scale)
         return median, max(0.02, math.hypot(math.log(low / high) / 2, unsure))
 
     def _progress(self, shape: Shape, noise_scale: float | None) -> float:
         """The measured progress on *shape*, adjusted by the model to the change in noise."""
         found = self.seen[shape]
         measured = gain(found.batch, self.init_batch, found.noise_scale) / found.step_s
-        then = self._best(shape, self._sync[shape], found.noise_scale)
-        return measured * self._best(shape, self._sync[shape], noise_scale) / then
+        (then,) = self._best(shape, [self._sync[shape]], found.noise_scale)
+        return measured * self._best(shape, [self._sync[shape]], noise_scale)[0] / then
 
     def _fit(self, gpu: str, points: Mapping[float, float]) -> tuple[float, float]:
         """Fixed seconds and seconds per sample of compute on one GPU.
@@ -234,22 +246,25 @@ class Learner:
         fixed, slope = self._compute[base]
         return fixed / speed, slope / speed
 
-    def _best(self, shape: Shape, sync_s: float, noise_scale: float | None) -> float:
-        """Highest progress per second, over batches like those that were seen."""
+    def _best(self, shape: Shape, syncs_s: Sequence[float], noise_scale: float | None) -> list[float]:
+        """Highest progress per second for each of *syncs_s*, over batches like those that were seen."""
         if self._base is None:
             raise ValueError("nothing was measured yet")
         local = self._base[1]
         fixed, slope = self._of_type(shape.gpu)
         largest = self._largest(shape.gpu)
-        best = 0.0
+        tried: list[tuple[float, float]] = []
+        last = 0.0
         for power in range(-6, 13):
             mine = local * 2 ** (power / 2)
             batch = min(max(mine * shape.gpus, self.init_batch), self.max_batch)
             if power > -6 and batch / shape.gpus > largest * 1.01:
                 break
-            step_s = math.hypot(fixed + slope * batch / shape.gpus, sync_s)
-            best = max(best, gain(batch, self.init_batch, noise_scale) / step_s)
-        return best
+            if batch != last:
+                compute_s = fixed + slope * batch / shape.gpus
+                tried.append((gain(batch, self.init_batch, noise_scale), compute_s))
+            last = batch
+        return [max(made / math.hypot(compute_s, sync_s) for made, compute_s in tried) for sync_s in syncs_s]
 
     def _largest(self, gpu: str) -> float:
         """Largest batch of one GPU that is assumed to fit: the largest one seen, if memory was the limit."""
@@ -265,9 +280,10 @@ class Learner:
         """True when the noise calls for a larger batch than the one that was run: no larger one fits."""
         local = measured.batch / shape.gpus
         fixed, slope = self._compute[shape.gpu]
+        sync_s = self._sync_of(shape, measured)
 
         def progress(batch: float) -> float:
-            step_s = math.hypot(fixed + slope * batch / shape.gpus, self._sync[shape])
+            step_s = math.hypot(fixed + slope * batch / shape.gpus, sync_s)
             return gain(batch, self.init_batch, measured.noise_scale) / step_s
 
         more = min(2 * local * shape.gpus, self.max_batch)
@@ -290,6 +306,17 @@ class Learner:
         return out
 
     def _condition(self) -> None:
+        """Condition the Gaussian process on every measured shape."""
+        if self._base is None:
+            raise ValueError("nothing was measured yet")
+        scale = self._base[2]
+        self._sync = {item: self._sync_of(item, found) for item, found in self.seen.items()}
+        self._rows = [
+            (item, math.log(max(self._sync_told(item), 1e-3 * scale) / scale) - self._mean(item))
+            for item in self.seen
+            if item.gpus > 1
+        ]
+        self._is_conditioned = True
         size = len(self._rows)
         self._factor = [[0.0] * size for _ in range(size)]
         for i in range(size):
@@ -326,91 +353,3 @@ def _forward(factor: Sequence[Sequence[float]], values: Sequence[float]) -> list
     for i, value in enumerate(values):
         out.append((value - sum(factor[i][k] * out[k] for k in range(i))) / factor[i][i])
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Expected result of moving to a shape.
-
-    Attributes:
-        shape: Where to.
-        objective: Expected, including the move back if the shape is slower than predicted.
-        median: Objective if it is as fast as predicted.
-        stdev: Standard deviation of the logarithm of its rate.
-    """
-
-    shape: Shape
-    objective: float
-    median: float
-    stdev: float
-
-
-@dataclass(frozen=True, slots=True)
-class Stakes:
-    """Remaining work, and the cost of time.
-
-    Attributes:
-        work_left: In the unit of rates.
-        here: The current shape.
-        restart_s: Seconds of a move.
-        probe_s: Seconds until a new shape is measured.
-        noise_scale: Current one.
-        usd_per_hour: Price of each shape plus the value of an hour.
-    """
-
-    work_left: float
-    here: Shape
-    restart_s: float
-    probe_s: float
-    noise_scale: float | None
-    usd_per_hour: Callable[[Shape], float]
-
-
-def probes(learner: Learner, stakes: Stakes, shapes: Sequence[Shape]) -> tuple[float, list[Probe]]:
-    """Objective of staying, and every move, the lowest expected objective first.
-
-    A move to an unmeasured shape is worth ``E[min(its objective, the best known one after the way back)]``
-    minus its restart: the value of the information against its cost.
-    """
-    staying = _objective(learner, stakes, stakes.here)
-    best_known = min(
-        (_objective(learner, stakes, shape) + _restart(stakes, shape) for shape in learner.seen),
-        default=staying,
-    )
-    found = []
-    types = {shape.gpu for shape in learner.seen}
-    left_s = stakes.work_left / learner.rate(stakes.here, stakes.noise_scale)[0]
-    is_short = left_s < SHORT_RESTARTS * stakes.restart_s
-    for shape in shapes:
-        is_new = shape.gpu not in types and shape.gpus not in (1, stakes.here.gpus)
-        if shape == stakes.here or (is_new and not is_short):
-            continue  # change one property at a time: first the type, then the count
-        rate, stdev = learner.rate(shape, stakes.noise_scale)
-        price = stakes.usd_per_hour(shape) / 3600
-        median = price * stakes.work_left / rate
-        probe = price * stakes.probe_s
-        expected = _expected_min(median, stdev, best_known + probe) + _restart(stakes, shape)
-        found.append(Probe(shape, expected, median, stdev))
-    return staying, sorted(found, key=lambda item: (item.objective, item.shape))
-
-
-def _objective(learner: Learner, stakes: Stakes, shape: Shape) -> float:
-    rate, _ = learner.rate(shape, stakes.noise_scale)
-    return stakes.usd_per_hour(shape) / 3600 * stakes.work_left / rate
-
-
-def _restart(stakes: Stakes, shape: Shape) -> float:
-    return stakes.usd_per_hour(shape) / 3600 * stakes.restart_s
-
-
-def _expected_min(median: float, stdev: float, bound: float) -> float:
-    """``E[min(X, bound)]`` of a log-normal X."""
-    if stdev < 1e-6 or median <= 0:
-        return min(median, bound)
-    z = (math.log(bound) - math.log(median)) / stdev
-    below = median * math.exp(stdev**2 / 2) * _phi(z - stdev)
-    return below + bound * (1 - _phi(z))
-
-
-def _phi(z: float) -> float:
-    return 0.5 * math.erfc(-z / math.sqrt(2))

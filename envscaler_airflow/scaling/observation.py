@@ -15,6 +15,7 @@ from envscaler_airflow.planning import Allocation, Overheads, Speed, Speedup
 from envscaler_airflow.planning.record import NotNegative, Record
 from envscaler_airflow.scaling.deadline.spot_market import Market
 from envscaler_airflow.scaling.explore import Measured
+from envscaler_airflow.scaling.history import History
 
 MOST_VALUE = 1e100
 """A larger value is not a valid measurement. Chosen: sums of squares of smaller values are finite."""
@@ -65,6 +66,7 @@ class Observation(Record):
     Attributes:
         current: What the stage runs on.
         candidates: What it might run on; may include *current*, in any order.
+        elsewhere: Other places that it might run on later, which this check does not propose.
         elapsed_s: Seconds on the observer's own clock, which continues from the last recorded value after a
             restart. Only differences count.
         generation, attempt: Which attempt these facts describe.
@@ -74,7 +76,12 @@ class Observation(Record):
         units_done, units_total: Work done in this generation, and the total.
         epoch: Epochs finished.
         speeds: Measured in this generation, by allocation name, in units per second.
-        measured: Steps by allocation name, of this generation; input of the model of speeds.
+        measured: Steps by allocation name, of this generation, oldest place first; input of the model of
+            speeds.
+        history: What the stage has tried in this generation, this check included.
+        batches: Bounds within which the training chooses its global batch, work being counted in steps at the
+            lower one; None: it keeps its batch.
+        uneven: GPUs in total of an allocation whose nodes do not all have the same number, by its name.
         gpu_speeds: Relative speeds of GPUs before they are measured, by canonical name, in any unit.
         speedups: Stated in the spec.
         overheads: Overheads of a move and of checkpoints.
@@ -100,6 +107,7 @@ class Observation(Record):
 
     current: Allocation
     candidates: tuple[Allocation, ...] = ()
+    elsewhere: tuple[Allocation, ...] = ()
     elapsed_s: NotNegative[float] = 0.0
     generation: int = 1
     attempt: int = 1
@@ -111,6 +119,9 @@ class Observation(Record):
     epoch: NotNegative[int] | None = None
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     measured: Mapping[str, Measured] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    batches: tuple[int, int] | None = None
+    uneven: Mapping[str, int] = field(default_factory=dict)
     gpu_speeds: Mapping[str, NotNegative[float]] = field(default_factory=dict)
     speedups: tuple[Speedup, ...] = ()
     overheads: Overheads = field(default_factory=Overheads)
@@ -146,6 +157,11 @@ class Observation(Record):
         if self.units_done is None or self.units_total is None:
             return None
         return max(0.0, self.units_total - self.units_done)
+
+    def places(self) -> dict[str, Allocation]:
+        """Every place that the check knows, by name: where it runs, might move to now, or later."""
+        known = (*self.elsewhere, *self.candidates, self.current)
+        return {item.name: item for item in sorted(known, key=lambda item: item.name)}
 
     def others(self) -> tuple[Allocation, ...]:
         """Candidates other than the current one, each name once, by name."""

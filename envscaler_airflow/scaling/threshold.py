@@ -164,7 +164,7 @@ def _read(
         reason = f"{metric} was seen in {len(rounds)} checks of {rule.samples}"
         return Reading(rule, rounds, None, reason, is_missing=True)
     if rule.target is not None:
-        return _read_target(rule, rule.target, rounds, nodes, policy.tolerance)
+        return _read_target(rule, rule.target, rounds, nodes, policy.least_saving)
     now = f"{metric} is {rounds[-1][1]:.4g}"
     if rule.above is not None and _lasts(rule, rounds, lambda value: value > (rule.above or 0.0)):
         asked = f"{now}, above {rule.above:g} for {_long(rule)}"

@@ -283,7 +283,10 @@ class ElasticJob:
 
 @dataclass(slots=True)
 class ElasticView:
-    """What a policy sees every 60 s: its own measurements, and nothing about places that it has not used."""
+    """What a policy sees every 60 s: its own measurements, and nothing about places that it has not used.
+
+    *began_s* and *began_with*: when it began to train on *config*, and with what work done.
+    """
 
     elapsed_s: float
     config: Config
@@ -294,6 +297,8 @@ class ElasticView:
     work_done: float
     work_left: float
     epoch: int
+    began_s: float
+    began_with: float
 
 
 class ElasticPolicy(Protocol):
@@ -340,6 +345,7 @@ class ElasticTraining:
         self.done, self.time_s, self.usd, self.restarts = 0.0, 0.0, 0.0, 0
         self.path = [(0.0, job.start.name)]
         self._pass(job.model.restart_s)
+        self._began = (self.time_s, self.done)
 
     @property
     def is_done(self) -> bool:
@@ -363,6 +369,7 @@ class ElasticTraining:
         self.config, self.restarts = config, self.restarts + 1
         self.path.append((self.time_s, config.name))
         self._pass(self.job.model.restart_s)
+        self._began = (self.time_s, self.done)
 
     def view(self) -> ElasticView:
         """What a policy sees; draws noise."""
@@ -379,6 +386,7 @@ class ElasticTraining:
             self.done,
             self._total - self.done,
             epoch,
+            *self._began,
         )
 
     def _pass(self, seconds: float) -> None:

@@ -16,7 +16,6 @@ from envscaler_airflow.planning.record import check_finite
 from envscaler_airflow.scaling import Check, ScalingPolicy, decide
 from envscaler_airflow.scaling.deadline.spot_job import ON_DEMAND, SpotJob
 from envscaler_airflow.simulate.compared_policies import (
-    CostToFinish,
     Greedy,
     Hpa,
     OnDemand,
@@ -35,6 +34,7 @@ from envscaler_airflow.simulate.elastic import (
     elastic_optimum,
     simulate_elastic,
 )
+from envscaler_airflow.simulate.live_decision import LiveDecision
 from envscaler_airflow.simulate.spot import SpotPolicy, SpotRun, Traces, Window, excerpt, simulate_spot
 from envscaler_airflow.simulate.spot_policy import DeadlinePolicy
 
@@ -45,7 +45,7 @@ SPOT_POLICIES: Mapping[str, type[SpotPolicy]] = {
     "on-demand": OnDemand,
 }
 ELASTIC_POLICIES: Mapping[str, type[ElasticPolicy]] = {
-    "cost-to-finish": CostToFinish,
+    "cost-to-finish": LiveDecision,
     "hpa": Hpa,
     "or-et-al": OrEtAl,
     "pollux": Pollux,

@@ -89,7 +89,14 @@ CHECKS = {
     "cost-hour-is-worth-much": (replace(SEEN, candidates=(local(2, 3.0),)), replace(NOW, value_of_hour=10.0)),
     "cost-speed-is-uncertain": (replace(SEEN, speedups=(replace(TWICE, stdev=1.2),)), NOW),
     "cost-waits-for-the-window": (replace(SEEN, wanted={LARGE.name: 560.0}), Policy(stabilization_s=120.0)),
-    "cost-waits-for-the-cooldown": (replace(SEEN, since_move_s=60.0, since_move_epochs=0, moves=1), NOW),
+    "cost-waits-for-the-cooldown": (
+        replace(SEEN, since_move_s=60.0, since_move_epochs=0, moves=1),
+        replace(NOW, cooldown_s=3600.0),
+    ),
+    "cost-waits-by-the-stakes": (
+        replace(SEEN, since_move_s=60.0, moves=1, overheads=Overheads(start_s=600.0)),
+        NOW,
+    ),
     "cost-budget-is-unknown": (replace(SEEN, budget_usd=9.0), NOW),
     "cost-was-refused": (replace(SEEN, refused={LARGE.name: Refused(3, 30.0)}), NOW),
     "cost-spot-is-lost": (
