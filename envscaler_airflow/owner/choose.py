@@ -62,7 +62,7 @@ def make_plan(
     Offers that this run was just refused, and those in *sold_out* (names reported by other runs), are used
     only when nothing else fits. *is_mixed*: nodes may be of both capacity types. Offers that cannot use
     the stage's volumes are excluded. So are GPUs for which its packages have no kernels. A forecast refuses
-    only the first attempt of a generation: a later one runs on although it may break the limits.
+    only the first attempt of a generation, and only one from runs of the same code.
     """
     refused = refused_offers(state) | sold_out
     usable, useless = _by_software(spec, offers)
@@ -80,7 +80,7 @@ def make_plan(
         inputs = replace(inputs, offers=tuple(usable))
         made = inputs.plan()
     over = [item for item in made.rejected if item.is_over_limit]
-    if made.chosen is None and over and state.attempts_of(state.generation):
+    if made.chosen is None and over and (state.attempts_of(state.generation) or knowledge.is_guess):
         inputs = replace(inputs, goal=_without_limits(goal), notes=(_LATE,))
         made = inputs.plan()
     return inputs, made
@@ -99,7 +99,7 @@ def in_words(made: Plan) -> str:
     return "; ".join((text, *made.notes))
 
 
-_LATE = "the forecast breaks the budget or the deadline on every offer; the stage runs on as well as it can"
+_LATE = "the forecast breaks the budget or the deadline on every offer; the stage runs as well as it can"
 
 
 def _without_limits(goal: Goal) -> Goal:

@@ -48,6 +48,7 @@ class Knowledge(Record):
         sources: Where each part is from, human-readable, by ``work``, ``speed``, ``start``, ``checkpoint``
             and ``losses``: ``measured in 7 runs``.
         steps: Steps of earlier runs, by :func:`machine_name`.
+        is_guess: Work and speeds are those of other code: a forecast from them ranks, and refuses nothing.
     """
 
     units: NotNegative[float] | None = None
@@ -59,6 +60,7 @@ class Knowledge(Record):
     tariffs: Tariffs = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, StepTime] = field(default_factory=dict)
+    is_guess: bool = False
 
     def speed_of(self, allocation: Allocation) -> Speed | None:
         """Speed of *allocation*; a mixed one is as fast as its first offer, as its types are the same."""
@@ -108,7 +110,15 @@ def first_known(layers: Sequence[Knowledge]) -> Knowledge:
             sources[part] = next(iter(told)) if part == "work" else ", ".join(told)
     steps = {name: step for layer in reversed(alike) for name, step in layer.steps.items()}
     units = next((layer.units for layer in alike if layer.units is not None), None)
-    return replace(layers[0], units=units, unit=known[0].unit, speeds=speeds, sources=sources, steps=steps)
+    return replace(
+        layers[0],
+        units=units,
+        unit=known[0].unit,
+        speeds=speeds,
+        sources=sources,
+        steps=steps,
+        is_guess=any(layer.is_guess for layer in alike),
+    )
 
 
 def _has_work(layer: Knowledge) -> bool:

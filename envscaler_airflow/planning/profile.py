@@ -197,7 +197,8 @@ class StageProfile(Record):
         sources = {"work": self.source} if self.units is not None else {}
         sources |= {"speed": self.source} if speeds else {}
         units = None if self.units is None else self.units.value
-        return Knowledge(units, self.unit, speeds, steps=self.steps, sources=sources)
+        is_guess = not self.same
+        return Knowledge(units, self.unit, speeds, sources=sources, steps=self.steps, is_guess=is_guess)
 
 
 def runs_text(count: int) -> str:
@@ -271,7 +272,7 @@ def _figure(values: Iterable[float | None], wider: float) -> Figure | None:
     deviations = [abs(math.log(max(value, 1e-12) / middle)) for value in known]
     usual = max(LEAST_DEVIATION, 1.4826 * statistics.median(deviations))
     squares = sum(min(one, OUTLIER * usual) ** 2 for one in deviations)
-    variance = (PRIOR_STDEV**2 + squares) / len(known)
+    variance = (PRIOR_STDEV**2 + squares) / max(1, len(known) - 1)
     spread = min(MOST_SPREAD, math.sqrt(variance * (1 + 1 / len(known))))
     return Figure(middle, math.hypot(spread, wider), len(known))
 

@@ -95,11 +95,14 @@ def test_a_forecast_ends_no_stage_that_has_begun(lost):
 
     inputs, made = choose.make_plan(state, spec, OFFERS, goal, known)
     _, first = choose.make_plan(replace(state, generation=2), spec, OFFERS, goal, known)
+    guess = replace(known, is_guess=True)
+    _, changed = choose.make_plan(replace(state, generation=2), spec, OFFERS, goal, guess)
 
     assert made.chosen.allocation.name == TWICE
     assert made.notes[0].startswith("the forecast breaks the budget or the deadline on every offer")
     assert inputs.plan() == made
     assert first.chosen is None
+    assert changed.chosen is not None, "what other code took says nothing certain about this one"
 
 
 def test_the_plan_of_a_run_is_recomputed_from_its_record(lost):

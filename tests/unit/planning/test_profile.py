@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -48,6 +50,21 @@ def test_runs_that_agree_make_the_next_one_more_certain():
     assert often.speeds[MACHINE].spread < 0.04
 
 
+@pytest.mark.parametrize("differ_by", [0.1, 0.15])
+@pytest.mark.parametrize("count", [2, 5, 10])
+def test_four_fifths_of_the_next_runs_are_within_the_forecast(differ_by, count):
+    """Runs that differ by 10 and 15 %: 70 to 90 % of 400 next ones are within the 80 % range (feature B5)."""
+    rng = random.Random(f"{differ_by} {count}")
+    inside = 0
+    for _ in range(400):
+        speeds = [math.exp(rng.gauss(0.0, differ_by)) for _ in range(count + 1)]
+        known = merge([run(n, speed) for n, speed in enumerate(speeds[1:])], code="a").knowledge()
+        low_s, high_s = known.speeds[MACHINE].seconds_range(known.units)
+        inside += low_s <= known.units / speeds[0] <= high_s
+
+    assert 0.7 <= inside / 400 <= 0.9
+
+
 @given(
     honest=st.lists(st.floats(1.0, 2.0), min_size=2, max_size=12),
     absurd=st.one_of(st.floats(1e-9, 1e-3), st.floats(1e3, 1e12)),
@@ -74,6 +91,7 @@ def test_a_change_of_code_keeps_what_was_learned_with_wider_noise():
     assert before.speeds[MACHINE].value == 2.0
     assert before.speeds[MACHINE].spread > CHANGED_STDEV
     assert before.knowledge().sources["speed"] == "measured in 5 runs of other code"
+    assert (before.knowledge().is_guess, after.knowledge().is_guess) == (True, False)
     assert (after.speeds[MACHINE].value, after.source) == (6.0, "measured in 1 run")
 
 
