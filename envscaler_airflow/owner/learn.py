@@ -21,7 +21,7 @@ from envscaler_airflow.owner.owned_run import OwnedRun
 from envscaler_airflow.planning import Estimate
 from envscaler_airflow.planning.profile import Forecast, RunProfile, StageProfile, merge
 from envscaler_airflow.run import AttemptState, RunState
-from envscaler_airflow.run.measured import profile_of, without_number
+from envscaler_airflow.run.measured import profile_of, profiled_metric
 from envscaler_airflow.scaling import Check
 from envscaler_airflow.scaling.observation import is_measured
 from envscaler_airflow.store.decisions import read_decisions
@@ -128,14 +128,11 @@ def _samples(run: Run, attempts: Sequence[AttemptState]) -> dict[str, list[float
     found: dict[str, list[float]] = {}
     for name in names[::every]:
         for line in _lines(run, f"metrics/{name}"):
-            for metric, value in line.items():
-                if _is_usage(metric) and isinstance(value, int | float) and value >= 0 and is_measured(value):
-                    found.setdefault(without_number(metric), []).append(float(value))
+            for reported, value in line.items():
+                metric = profiled_metric(reported)
+                if metric and isinstance(value, int | float) and value >= 0 and is_measured(value):
+                    found.setdefault(metric, []).append(float(value))
     return found
-
-
-def _is_usage(metric: str) -> bool:
-    return metric.endswith(("_percent", "_bytes")) and not metric.endswith(("_limit_bytes", "_total_bytes"))
 
 
 def _lines(run: Run, name: str) -> list[dict[str, Any]]:

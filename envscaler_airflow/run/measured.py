@@ -214,8 +214,9 @@ def _usage(
     for _, reported in statuses:
         for status in reported:
             for name, value in status.usage.items():
-                if value is not None and 0 <= value <= MOST_VALUE:
-                    values.setdefault(without_number(name), []).append(value)
+                metric = profiled_metric(name)
+                if metric is not None and value is not None and 0 <= value <= MOST_VALUE:
+                    values.setdefault(metric, []).append(value)
     found = {}
     for name, all_values in values.items():
         ordered = sorted(all_values)
@@ -225,9 +226,16 @@ def _usage(
     return found
 
 
-def without_number(metric: str) -> str:
-    """``gpu_utilization_percent`` for any GPU of a node."""
-    return re.sub(r"\Agpu\d+_", "gpu_", metric)
+_PROFILED = re.compile(
+    r"cpu_percent|memory_(bytes|rss_bytes|peak_bytes)|shm_\w*bytes|gpu_(memory_used_bytes|\w+_percent)"
+)
+"""Metrics that a profile keeps: what sizes and types of machines depend on."""
+
+
+def profiled_metric(name: str) -> str | None:
+    """Name of a metric in a profile, ``gpu_utilization_percent`` for any GPU; None if it is not kept."""
+    metric = re.sub(r"\Agpu\d+_", "gpu_", name)
+    return metric if _PROFILED.fullmatch(metric) else None
 
 
 def _out_of_memory(attempts: Iterable[AttemptState]) -> int | None:

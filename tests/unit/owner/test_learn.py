@@ -17,6 +17,7 @@ from envscaler_airflow.owner.observe import ScalingWatcher
 from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.stage import Delivered, Stage, Wake
 from envscaler_airflow.run import Actor
+from envscaler_airflow.run.measured import profiled_metric
 from envscaler_airflow.store.profiles import stage_folder, stored_profiles
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.scripted_backend import cpu_offer
@@ -192,6 +193,23 @@ def test_a_stage_without_steps_is_learned_as_a_whole(new_world):
     made = run.plan()
     assert made["inputs"]["knowledge"]["unit"] == "stages"
     assert made["chosen"]["estimate"]["train_s"] == pytest.approx(500.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("gpu3_utilization_percent", "gpu_utilization_percent"),
+        ("gpu0_memory_used_bytes", "gpu_memory_used_bytes"),
+        ("memory_bytes", "memory_bytes"),
+        ("cpu_percent", "cpu_percent"),
+        ("memory_limit_bytes", None),
+        ("disk_free_bytes", None),
+        ("threads", None),
+    ],
+)
+def test_a_profile_keeps_the_metrics_that_sizes_depend_on(name, kept):
+    """Those of all GPUs together."""
+    assert profiled_metric(name) == kept
 
 
 def test_dates_and_inputs_are_not_what_runs():
