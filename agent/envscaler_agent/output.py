@@ -362,12 +362,7 @@ class OutputCopier:
         if not text:
             return
         begin = b"" if self._is_at_start else b"\n"
-        data = begin + b"[envscaler] " + " ".join(text.split()).encode() + b"\n"
-        if self._out_is_open:
-            self._pending += data
-        if self._chunks is not None:
-            self._chunks.write(data)
-        self._is_at_start = True
+        self._show(begin + b"[envscaler] " + " ".join(text.split()).encode() + b"\n")
 
     def finish(self) -> bool:
         """Pass on the delayed rest and close the chunk: the command has ended.
@@ -425,12 +420,15 @@ class OutputCopier:
     def _pass(self, data: bytes) -> bool:
         if not data:
             return False
+        self._show(data)
+        return self._patterns.feed(self._lines.feed(data))
+
+    def _show(self, data: bytes) -> None:
         self._is_at_start = data.endswith(b"\n")
         if self._out_is_open:
             self._pending += data
         if self._chunks is not None:
             self._chunks.write(data)
-        return self._patterns.feed(self._lines.feed(data))
 
 
 STATUS_S = 1.0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from envscaler_agent.messages import object_or_empty
 from envscaler_airflow.catalog.packaged import SNAPSHOT, pack, packaged, unpack
 from envscaler_airflow.clouds import Commitment, Fetched, PriceFeed, Quote, usd_of
 from envscaler_airflow.errors import BackendError, SpecError
@@ -451,8 +452,8 @@ def _read_list(path: Path) -> PriceList | None:
 def _read_prices(path: Path) -> Mapping[str, Any]:
     """The prices of a price list without its other parts, because a plan must load fast."""
     try:
-        prices = json.loads(path.read_bytes()).get("prices")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        prices = object_or_empty(path.read_bytes()).get("prices")
+    except OSError:
         return {}
     return prices if isinstance(prices, Mapping) else {}
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from envscaler_agent.messages import object_or_empty
 from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.hooks.connections import HttpServer, http_server, server_of_url
 from envscaler_airflow.hooks.settings import setting
@@ -37,10 +38,7 @@ class _Answer:
     @property
     def reason(self) -> str:
         """Return the server's own message."""
-        try:
-            return str(json.loads(self.text)["error"])[:200]
-        except (KeyError, TypeError, ValueError, RecursionError):
-            return self.text[:200]
+        return str(object_or_empty(self.text).get("error", self.text))[:200]
 
 
 class Prometheus:

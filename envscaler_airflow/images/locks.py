@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
 
-from envscaler_agent.messages import SCHEMA, check_schema
+from envscaler_agent.messages import SCHEMA, check_schema, object_or_empty
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
 from envscaler_airflow.images.bases import Family, facts
@@ -72,7 +72,7 @@ class Resolution:
 
 def resolve(
     spec: EnvSpec, requirements: Requirements, *, hashes: bool = False, with_base: bool = True,
-    platform: str = "linux", env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S,
+    platform: str = "linux", env: Mapping[str, str] | None = None,
 ) -> Resolution:  # fmt: skip
     """Resolve exact versions of the stage's Python packages.
 
@@ -83,7 +83,6 @@ def resolve(
         with_base: False for a separate environment, which does not see the base's packages.
         platform: uv's name of the platform that the stage runs on.
         env: Added to the resolver's environment, such as NETRC for private indexes.
-        timeout_s: Time limit.
 
     Raises:
         SpecError: The packages conflict (the message is the chain of requirements), or they are conda's.
@@ -109,7 +108,7 @@ def resolve(
             *(["--generate-hashes"] if hashes else []), *_held_options(held),
             *strategy(requirements),
         ]  # fmt: skip
-        done = run_program(words, cwd=folder, env=env, timeout_s=timeout_s)
+        done = run_program(words, cwd=folder, env=env, timeout_s=TIMEOUT_S)
     if done.code != 0:
         raise _failure(done, held, spec)
     return Resolution(done.out)
@@ -212,14 +211,10 @@ def _conda_conflicts(spec: EnvSpec, requirements: Requirements) -> list[Finding]
 
 
 def _conda_message(done: Output) -> str:
-    try:
-        body = json.loads(done.out)
-    except (ValueError, RecursionError):
-        body = {}
-    if isinstance(body, dict):
-        told = [str(body[key]) for key in ("message", "error", "solver_problems") if body.get(key)]
-        if told:
-            return "\n".join(told)
+    body = object_or_empty(done.out)
+    told = [str(body[key]) for key in ("message", "error", "solver_problems") if body.get(key)]
+    if told:
+        return "\n".join(told)
     return (done.err or done.out).strip() or f"exit code {done.code}"
 
 

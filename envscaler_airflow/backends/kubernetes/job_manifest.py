@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -38,11 +38,9 @@ def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any], *, keep_name
     if not override:
         return dict(base)
     spec, wanted = base["spec"], override.get("spec") or {}
-    merged = {**spec, **{key: value for key, value in wanted.items() if value is not None}}
-    for name in _SPEC_LISTS:
-        if spec.get(name) or wanted.get(name):
-            merged[name] = [*(spec.get(name) or ()), *(wanted.get(name) or ())]
-    merged["containers"] = _containers(spec["containers"], wanted.get("containers") or ())
+    merged = _merged(spec, wanted, _SPEC_LISTS)
+    containers = zip_longest(spec["containers"], wanted.get("containers") or ())
+    merged["containers"] = [_merged(one or {}, other or {}, _CONTAINER_LISTS) for one, other in containers]
     merged["containers"][0]["name"] = keep_name
     return {"metadata": _metadata(base.get("metadata") or {}, override.get("metadata") or {}), "spec": merged}
 
@@ -56,15 +54,10 @@ def _metadata(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def _containers(
-    base: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    return [_container(one or {}, other or {}) for one, other in zip_longest(base, wanted)]
-
-
-def _container(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], wanted: Mapping[str, Any], lists: Iterable[str]) -> dict[str, Any]:
+    """*base* with the values of *wanted*; *lists* are joined."""
     merged = {**base, **{key: value for key, value in wanted.items() if value is not None}}
-    for name in _CONTAINER_LISTS:
+    for name in lists:
         if base.get(name) or wanted.get(name):
             merged[name] = [*(base.get(name) or ()), *(wanted.get(name) or ())]
     return merged
