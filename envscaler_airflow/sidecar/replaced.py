@@ -3,8 +3,8 @@
 The command runs on in the other pods: its launcher waits for the new pod, then starts every worker again.
 Node 0 sees the new claim, chooses the newest checkpoint of the attempt, and names it in its status with the
 claims that it knows. Every node fetches it, rewrites ``start.json``, removes its own saves beyond it, and
-names it in turn. The new pod begins its command only when every node has named that choice: no worker can
-begin from another one.
+names it in turn. The new pod begins its command only when every node has named that choice, or has ended: no
+worker can begin from another one.
 """
 
 from __future__ import annotations
@@ -63,8 +63,11 @@ def restore_with_others(context: SidecarContext, control: Control) -> Restored |
 
 
 def _has_taken(context: SidecarContext, node: int, resume: Resume) -> bool:
+    """True once the node's newest pod has taken *resume*, or has ended: that one begins nothing any more."""
     claim, status = status_of(context, node)
-    return status is not None and status.resume == resume and resume.claims[node] == claim
+    if status is None:
+        return False
+    return status.phase == "ended" or (status.resume == resume and resume.claims[node] == claim)
 
 
 def _is_newest(context: SidecarContext, resume: Resume) -> bool:

@@ -267,6 +267,19 @@ def test_a_new_pod_of_node_0_chooses_and_waits(make_node, store):
     assert (bench.state.resume, len(waits)) == (Resume((2, 2, 1), NEWEST, 1, 300), 3)
 
 
+def test_a_node_that_has_ended_is_not_waited_for(make_node, store, claimed):
+    """Node 1 has succeeded and takes nothing any more: the command finds out that its peer is gone."""
+    bench = make_node(2, number=2)
+    bench.in_store(NEWEST)
+    says(store, 0, CHOICE)
+    says(store, 1, None, phase="ended")
+    waits = waiting(bench, lambda _count: None)
+
+    found = restore_with_others(bench.context, Control(candidates=(START,)))
+
+    assert (found.source, waits) == (NEWEST, [])
+
+
 def test_a_stop_ends_the_wait(make_node, store, claimed):
     """The owner takes the attempt down."""
     bench = make_node(2, number=2)
