@@ -350,7 +350,7 @@ class Releaser:
 
     def release_all(self, state: RunState) -> RunState:
         """Return the state after trying to release every ended attempt that may still use machines."""
-        if state.unknown:
+        if state.unknown or not self._owned.is_ours(state):  # another try may have taken over since the last
             return state
         for attempt in state.attempts:
             is_last = attempt is state.attempts[-1]

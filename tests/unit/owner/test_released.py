@@ -9,6 +9,7 @@ from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
 from envscaler_airflow.run import NodeStatus
+from envscaler_airflow.run.event_bodies import NewOwner
 from envscaler_airflow.run.outcomes import LOST_AFTER_S
 
 AWAY = BackendError("the API server does not answer", transient=True)
@@ -213,3 +214,19 @@ def test_a_bill_that_was_open_at_the_end_is_read_again_by_the_execution_after_a_
     assert (last, early.outcome) == ("attempt-ended", "lost")
     assert early.end.usd == pytest.approx(PRICE)
     assert world.state.attempts[0].end.usd == pytest.approx(1.5 * PRICE)
+
+
+def test_an_owner_that_was_replaced_meanwhile_releases_nothing_more(world):
+    """Another try took the number of its event: what is left to release is that one's."""
+    owner = world.owner()
+    owner.enter()
+    world.backend.lose(world.handle)
+    world.backend.fail_next("release", AWAY)
+    owner.resume(Wake("status"))
+    owner._releaser.begin()
+    state = world.owner().owned.append(world.state, NewOwner(reason="taken over"))
+    before = calls(world, "release")
+
+    after = owner._releaser.release_all(state)
+
+    assert (after, world.state.number, calls(world, "release")) == (state, state.number, before)
