@@ -22,7 +22,7 @@ POSSIBLE: Mapping[str, tuple[str, ...]] = {
     "attempt-stopping": ("intended", "started", "changing"),
     "attempt-ended": ("intended", "started", "changing", "stopping"),
     "release-failed": _ENDED,
-    "attempt-released": _LATER,
+    "attempt-released": (*_LATER, "changing"),
     "move-accepted": ("started",),
     "move-refused": ("between", "started", "changing", "stopping"),
     "move-deferred": ("started",),
@@ -40,7 +40,7 @@ REQUESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "move-requested": {"person": _ACTIVE, "worker": ("started", "stopping")},
     "stop-requested": {
         "person": _ACTIVE,
-        "triggerer": ("between", "started", "changing", "stopping"),
+        "triggerer": _ACTIVE,
         "worker": _ACTIVE,
     },
 }

@@ -34,10 +34,11 @@ class Money:
     def check_stop(self, ledger: Ledger) -> None:
         """An attempt is stopped for its budget only when that may be nearly spent."""
         now, state, most = self.world.now, ledger.state, 0.0
-        budget = state.begun.budget_usd
+        budget, by_attempt = state.begun.budget_usd, self._by_attempt(ledger)
         for attempt in state.attempts_of(state.generation):
             is_open = attempt.is_live or attempt.unreleased
-            until = now if is_open else ledger.ended.get(attempt.key, now)
+            ended = [one.ended_at or now for one in by_attempt.get(attempt.key, [])]
+            until = now if is_open else max(ledger.ended.get(attempt.key, now), *ended, 0.0)
             held = (attempt.allocation, *(before.allocation for before in attempt.earlier))
             price = max(one.usd_per_hour or 0.0 for one in held)
             spare_s = RESERVE_S if attempt.is_live else 0.0
