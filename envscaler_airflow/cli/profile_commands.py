@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import click
 
-from envscaler_airflow.cli.common import Group, echo_json, output_option, store_option
+from envscaler_airflow.cli.common import Group, echo_json, echo_result, output_option, store_option
 from envscaler_airflow.cli.offer_options import print_table
 from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.owner.choose import in_words
@@ -162,13 +162,17 @@ def _differences(newest: RunProfile, before: StageProfile) -> list[tuple[str, fl
 @profile.command("reset")
 @click.argument("stage")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@output_option
 @store_option
-def reset(stage: str, *, yes: bool, store: Store) -> None:
+def reset(stage: str, *, yes: bool, as_json: bool, store: Store) -> None:
     """Forget what the runs of STAGE measured, such as after its code or data have changed entirely."""
     found = _stage(store, stage)
     if not yes:
-        click.confirm(f"forget {found.name}, {len(found.stored.runs)} runs?", abort=True)
-    click.echo(f"{found.name}: forgot {reset_profiles(store, found.folder)} runs")
+        click.confirm(f"forget {found.name}, {len(found.stored.runs)} runs?", abort=True, err=True)
+    forgot = reset_profiles(store, found.folder)
+    echo_result(
+        {"stage": found.name, "forgot": forgot}, f"{found.name}: forgot {forgot} runs", as_json=as_json
+    )
 
 
 @click.command()
