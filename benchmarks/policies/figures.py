@@ -182,25 +182,34 @@ def print_zones(data: Path, pool: ProcessPoolExecutor) -> None:
         print(f"{head}  optimum {optimum:.4f}  ours over it {ours / optimum:.4f}  late {sums['late']:.0f}")
 
 
-def elastic_row(folder: Path, track: tuple[bool, bool], name: str, seeds: int) -> tuple[Any, ...]:
+def elastic_row(
+    folder: Path,
+    track: tuple[bool, bool],
+    name: str,
+    seeds: int,
+    is_kept: bool,  # noqa: FBT001  # the pool passes it
+) -> tuple[Any, ...]:
     """One policy on one track."""
     is_type, is_long = track
     models = load_models(folder, TYPES)
     chosen = [models[model] for model in LONG if model in models]
     asked = Track(is_type, is_long, {})
-    jobs = elastic_jobs(chosen, gpu_prices(None, TYPES), asked, ELASTIC_POLICIES[name](), seeds=seeds)
-    return track, name, elastic_summary(jobs)
+    policy = ELASTIC_POLICIES[name]()
+    jobs = elastic_jobs(chosen, gpu_prices(None, TYPES), asked, policy, seeds=seeds, is_kept=is_kept)
+    return track, name, is_kept, elastic_summary(jobs)
 
 
 def print_elastic(folder: Path, seeds: int, pool: ProcessPoolExecutor) -> None:
     """Print every policy on every track, with the best fixed choice in hindsight."""
-    print("\nelastic: regret over the exact optimum")
+    print("\nelastic: regret over the exact optimum, with a tuned and with a kept global batch")
     tracks = [(is_type, is_long) for is_long in (True, False) for is_type in (False, True)]
     names = ["cost-to-finish", "pollux", "hpa", "or-et-al"]
-    asked = [(track, name) for track in tracks for name in names]
-    rows = pool.map(elastic_row, [folder] * len(asked), *zip(*asked, strict=True), [seeds] * len(asked))
-    for track, name, summary in rows:
-        head = f"{Track(*track, {}).name:12} {name:15} mean {summary['mean_regret']:6.1%}"
+    asked = [(track, name, seeds, False) for track in tracks for name in names]
+    asked += [(track, names[0], seeds, True) for track in tracks]
+    rows = pool.map(elastic_row, [folder] * len(asked), *zip(*asked, strict=True))
+    for track, name, is_kept, summary in rows:
+        batch = "kept" if is_kept else "tuned"
+        head = f"{Track(*track, {}).name:12} {batch:6} {name:15} mean {summary['mean_regret']:6.1%}"
         print(f"{head} worst {summary['worst_regret']:6.1%} restarts {summary['mean_restarts']:5.1f}")
     models = load_models(folder, TYPES)
     for is_type, is_long in tracks:

@@ -144,19 +144,37 @@ def elastic(  # noqa: PLR0913  # one argument for each option
     multiples = _multiples(work)
     if idle := sorted(multiples.keys() - set(known)):
         raise SpecError(f"--work: {', '.join(idle)} is not simulated; --models has {', '.join(names)}")
+    for name in names:
+        if rows := known[name].unknown_noise:
+            click.echo(
+                f"{name}: {rows} rows have grad_sqr 0; their noise is that of their neighbors", err=True
+            )
     with bar(f"simulating {policy}") as shown:
-        jobs = reports.elastic_jobs(
-            [known[name] for name in names],
-            world.gpu_prices(prices_file, gpus),
-            reports.Track(track == "type", length == "long", multiples),
-            made,
-            seeds=seeds,
-            values_of_hour=value_of_hour,
-            on_job=_counted(shown, 1),
+        tuned, kept = (
+            reports.elastic_jobs(
+                [known[name] for name in names],
+                world.gpu_prices(prices_file, gpus),
+                reports.Track(track == "type", length == "long", multiples),
+                made,
+                seeds=seeds,
+                values_of_hour=value_of_hour,
+                is_kept=is_kept,
+                on_job=_counted(shown, 2),
+            )
+            for is_kept in (False, True)
         )
     if plot is not None:
-        reports.plot_elastic(plot, jobs[0])
-    _print({"policy": policy, "jobs": jobs, "summary": reports.elastic_summary(jobs)}, as_json=as_json)
+        reports.plot_elastic(plot, tuned[0])
+    report = {
+        "policy": policy,
+        "jobs": [*tuned, *kept],
+        "summary": reports.elastic_summary(tuned),
+        "summary_kept_batch": reports.elastic_summary(kept),
+    }
+    _print(report, as_json=as_json)
+    if not as_json:
+        click.echo("with the global batch kept:")
+        _print({"summary": report["summary_kept_batch"]}, as_json=False)
 
 
 def _counted(shown: Bar, times: int) -> Callable[[int], None]:

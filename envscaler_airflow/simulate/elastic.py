@@ -7,7 +7,8 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -68,6 +69,7 @@ class Model:
         epochs: Progress at the end of each epoch, in iterations at *init_batch*.
         noise: By batch of ``stat_efficiency.csv``: gradient noise scale (variance over square) by epoch.
         bandwidth_gbs, memory_gb: Of a GPU by type, from datasheets.
+        unknown_noise: Rows with ``grad_sqr`` 0, whose noise is that of their neighbors.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Model:
     noise: Mapping[int, tuple[float, ...]]
     bandwidth_gbs: Mapping[str, float] = field(default_factory=dict)
     memory_gb: Mapping[str, float] = field(default_factory=dict)
+    unknown_noise: int = 0
 
     def __post_init__(self) -> None:
         """Reject invalid bounds and an invalid restart."""
@@ -86,6 +89,29 @@ class Model:
             raise ValueError(f"init_batch must be > 0 and <= max_batch, got {self.init_batch}")
         if not 0 <= self.restart_s < math.inf:
             raise ValueError(f"restart_s must be finite and >= 0, got {self.restart_s}")
+
+    def kept(self) -> Model:
+        """The same training with one global batch, which a stage keeps wherever it runs.
+
+        It is the geometric mean of the bounds (chosen: there is room for many GPUs). Work is counted in steps
+        at that batch. A GPU accumulates what does not fit at once and synchronizes once a step. Seconds of a
+        step are linear between measured batches; configurations whose part of the batch is below the smallest
+        measured one are left out.
+        """
+        batch = round(math.sqrt(self.init_batch * self.max_batch))
+        made = {config: _accumulated(steps, batch) for config, steps in self.steps.items()}
+        done, before, epochs = 0.0, 0.0, []
+        for epoch, end in enumerate(self.epochs):
+            done += (end - before) / self.gain(batch, epoch)
+            before = end
+            epochs.append(done)
+        return replace(
+            self,
+            init_batch=batch,
+            max_batch=batch,
+            steps={config: (step,) for config, step in made.items() if step is not None},
+            epochs=tuple(epochs),
+        )
 
     def noise_at(self, batch: int, epoch: int) -> float:
         """Noise scale at *batch*: linear in log batch between the measured ones; constant after the end."""
@@ -115,6 +141,20 @@ class Model:
             ((step, self.gain(step.batch, epoch) / step.step_s) for step in self.steps[config]),
             key=lambda pair: pair[1],
         )
+
+
+def _accumulated(steps: Sequence[Step], batch: int) -> Step | None:
+    """A step of *batch* in as few equal parts as fit; None: they are smaller than what was measured."""
+    times = math.ceil(batch / steps[-1].batch)
+    part = batch / times
+    if part < steps[0].batch:
+        return None
+    at = min(bisect_left(steps, part, key=lambda step: step.batch), len(steps) - 1)
+    high, low = steps[at], steps[max(at - 1, 0)]
+    share = 1.0 if high == low else (part - low.batch) / (high.batch - low.batch)
+    step_s = low.step_s + share * (high.step_s - low.step_s)
+    sync_s = min(low.sync_s + share * (high.sync_s - low.sync_s), step_s)
+    return Step(batch, times * (step_s - sync_s) + sync_s, sync_s)
 
 
 def load_models(folder: Path, types: Sequence[str]) -> dict[str, Model]:
@@ -186,26 +226,60 @@ def _model(
             if facts["init_batch"] <= batch <= facts["max_batch"]:
                 step = Step(batch, float(row["step_time"]), float(row["sync_time"]))
                 found.setdefault(config, {})[batch] = step
-    by_batch: dict[int, list[tuple[int, float, float]]] = {}
-    for row in statistics:
-        noise = float(row["grad_var"]) / float(row["grad_sqr"])
-        if not 0 <= noise < math.inf:
-            raise ValueError(f"grad_var / grad_sqr must be finite and >= 0, got {noise}")
-        by_batch.setdefault(int(row["batch_size"]), []).append(
-            (int(row["epoch"]), float(row["progress"]), noise)
-        )
-    init = sorted(by_batch[min(by_batch)])
+    by_batch, unknown = _statistics(statistics)
+    init = by_batch[min(by_batch)]
     return Model(
         name=name,
         init_batch=int(facts["init_batch"]),
         max_batch=int(facts["max_batch"]),
         restart_s=float(facts["restart_s"]),
         steps={c: tuple(s for _, s in sorted(steps.items())) for c, steps in sorted(found.items())},
-        epochs=tuple(progress for _, progress, _ in init),
-        noise={batch: tuple(n for _, _, n in sorted(items)) for batch, items in by_batch.items()},
+        epochs=tuple(progress for progress, _ in init),
+        noise={batch: tuple(noise for _, noise in rows) for batch, rows in by_batch.items()},
+        unknown_noise=unknown,
         bandwidth_gbs={gpu: sheet[0] for gpu, sheet in sheets.items()},
         memory_gb={gpu: sheet[1] for gpu, sheet in sheets.items()},
     )
+
+
+def _statistics(rows: Sequence[Mapping[str, str]]) -> tuple[dict[int, list[tuple[float, float]]], int]:
+    """Progress and noise of each epoch by batch, and how many rows have no noise of their own.
+
+    Where the square of the gradient was measured as 0, the noise is unknown: it is the mean of the nearest
+    earlier and later epochs at that batch.
+    """
+    found: dict[int, dict[int, tuple[float, float | None]]] = {}
+    for row in rows:
+        var, sqr, progress = (float(row[name]) for name in ("grad_var", "grad_sqr", "progress"))
+        noise = None if sqr == 0 else var / sqr
+        if not (0 <= var < math.inf and 0 <= sqr < math.inf and (noise or 0.0) < math.inf):
+            raise ValueError(f"grad_var / grad_sqr must be finite and >= 0, got {var} / {sqr}")
+        if not 0 < progress < math.inf:
+            raise ValueError(f"progress must be finite and > 0, got {progress}")
+        epochs = found.setdefault(int(row["batch_size"]), {})
+        if int(row["epoch"]) in epochs:
+            raise ValueError(f"batch_size {row['batch_size']} has epoch {row['epoch']} twice")
+        epochs[int(row["epoch"])] = (progress, noise)
+    known = {}
+    for batch, epochs in found.items():
+        ends = [epochs[epoch] for epoch in sorted(epochs)]
+        if any(later[0] < earlier[0] for earlier, later in pairwise(ends)):
+            raise ValueError(f"progress must not fall from epoch to epoch, as at batch_size {batch}")
+        noises = _filled([noise for _, noise in ends], batch)
+        known[batch] = [(progress, noise) for (progress, _), noise in zip(ends, noises, strict=True)]
+    return known, sum(noise is None for epochs in found.values() for _, noise in epochs.values())
+
+
+def _filled(noises: Sequence[float | None], batch: int) -> list[float]:
+    if all(noise is None for noise in noises):
+        raise ValueError(f"grad_sqr must be > 0 in one epoch at least, and is 0 in all of batch_size {batch}")
+    filled = []
+    for at, noise in enumerate(noises):
+        before = next((one for one in reversed(noises[:at]) if one is not None), None)
+        after = next((one for one in noises[at:] if one is not None), None)
+        near = [one for one in (before, after) if one is not None]
+        filled.append(sum(near) / len(near) if noise is None else noise)
+    return filled
 
 
 def _is_packed(placement: str, config: Config, per_node: Mapping[str, int], *, is_exact: bool) -> bool:

@@ -237,14 +237,18 @@ def elastic_jobs(
     *,
     seeds: int,
     values_of_hour: Sequence[float] = (),
+    is_kept: bool = False,
     on_job: Callable[[int], None] = _quiet,
 ) -> list[dict[str, Any]]:
-    """Every model at every value of an hour and seed; *on_job* is called after each with the total number."""
+    """Every model at every value of an hour and seed; *on_job* is called after each with the total number.
+
+    With *is_kept* the global batch is fixed, as in a stage; otherwise each place runs the best one.
+    """
     jobs = []
     values: list[tuple[float | None, float]] = [(value, 0.0) for value in values_of_hour]
     for model in models:
         for value, at in values or [(None, at) for at in VALUES]:
-            job = track.job(model, prices, value, at)
+            job = track.job(model.kept() if is_kept else model, prices, value, at)
             optimum = elastic_optimum(job)
             for seed in range(seeds):
                 run = simulate_elastic(job, policy, seed=seed)
@@ -252,6 +256,7 @@ def elastic_jobs(
                     {
                         "model": model.name,
                         "track": track.name,
+                        "batch": "kept" if is_kept else "tuned",
                         "value_of_hour": round(job.value_of_hour, 6),
                         "seed": seed,
                         "cost_usd": round(run.cost_usd, 6),
