@@ -52,7 +52,7 @@ class DeadlinePolicy:
         return MarketView(
             zones=self.zones(view),
             on_demand_usd=job.on_demand_usd,
-            left_s=(view.ticks_left - 1) * job.gap_s + rest_s,
+            left_s=view.ticks_left * job.gap_s,
             work_s=view.work_left_s,
             start_s=job.overhead_s,
             running=view.running,
@@ -61,6 +61,7 @@ class DeadlinePolicy:
             sure_s=rest_s,
             fresh_s=job.gap_s,
             ask_s=view.ask_s,
+            asked_s=min(view.asked_s, job.gap_s),
             tick_s=job.gap_s,
         )
 

@@ -53,6 +53,7 @@ class MarketView(Record):
         sure_s: How long a zone that is up is certain to stay so: a whole tick of the simulator.
         fresh_s: How long a sample of a zone counts; after that, only a request shows its state.
         ask_s: How long a request takes to be refused.
+        asked_s: Part of the present tick that requests took.
         is_held: On-demand runs on while a zone is requested.
         tick_s: Seconds of a tick of the table.
     """
@@ -71,13 +72,14 @@ class MarketView(Record):
     sure_s: NotNegative[float] = 0.0
     fresh_s: Positive[float] = TICK_S
     ask_s: NotNegative[float] = 0.0
+    asked_s: NotNegative[float] = 0.0
     is_held: bool = True
     tick_s: Positive[float] = TICK_S
 
     @property
     def slack_s(self) -> float:
         """Seconds that may still be lost: time left - work left - one start on on-demand."""
-        return self.left_s - (self.work_s or 0.0) - self.start_s
+        return self.left_s - self.asked_s - (self.work_s or 0.0) - self.start_s
 
     @property
     def is_on_spot(self) -> bool:
@@ -235,21 +237,30 @@ def _costs(
 def _costs_of_asking(view: MarketView, table: Table, zone: Zone, hazard: Hazard) -> dict[str, float]:
     """Expected costs if no zone is known to be up and *zone*, the likeliest one, may be requested.
 
-    If it has a machine, that is launched. Otherwise the best remaining answer follows, delayed by the time of
-    the request. The value of what the request reveals is ignored.
+    Each answer is weighed by the chance that the zone is up: also without a request, that will be seen later.
+    A request that is refused delays the answer that follows, except for waiting, which it is part of.
     """
     is_bought, left = view.running == ON_DEMAND, view.left_s / view.tick_s
-    lost = 0.0 if is_bought and view.is_held else view.ask_s + (view.start_s if is_bought else 0.0)
     away, there = (DOWN_ON_DEMAND, UP_ON_DEMAND) if is_bought else (DOWN_IDLE, UP_IDLE)
-    bin_ = max(zone.bin, 0)
-    now = table.look_up(left, view.slack_s, bin_, away, zone.belief)
-    later = view.slack_s - lost
-    up = table.look_up(left, later, _AGE_BIN, there, zone.belief)
-    down = table.look_up(left, later, bin_, away if view.is_held else DOWN_IDLE, zone.belief)
-    chance = zone.up_chance(hazard)
-    refused = down[BUY] if is_bought else min(down[WAIT], down[BUY])
-    costs = {"launch": chance * up[SPOT] + (1 - chance) * refused, "on-demand": now[BUY]}
-    return costs if is_bought else {**costs, "wait": now[WAIT]}
+    lost = 0.0 if is_bought and view.is_held else view.ask_s + (view.start_s if is_bought else 0.0)
+    left_again = there if view.is_held or not is_bought else UP_IDLE
+    down_again = away if view.is_held or not is_bought else DOWN_IDLE
+    chance, later = zone.up_chance(hazard), view.slack_s - lost
+    up_bin = zone.bin if zone.is_up else _AGE_BIN
+
+    def at(slack_s: float, situation: int) -> tuple[float, float, float]:
+        bin_ = up_bin if situation in (UP_IDLE, UP_ON_DEMAND) else zone.bin
+        return table.look_up(left, slack_s, bin_, situation, zone.belief)
+
+    up, down = at(view.slack_s, there), at(view.slack_s, away)
+    came, refused = at(later, left_again), at(later, down_again)
+    best = min(came[SPOT], came[BUY])
+    worst = refused[BUY] if is_bought else min(down[WAIT], refused[BUY])
+    costs = {
+        "launch": chance * best + (1 - chance) * worst,
+        "on-demand": chance * up[BUY] + (1 - chance) * down[BUY],
+    }
+    return costs if is_bought else {**costs, "wait": chance * came[WAIT] + (1 - chance) * down[WAIT]}
 
 
 _AGE_BIN = 4
