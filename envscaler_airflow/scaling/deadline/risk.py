@@ -100,16 +100,13 @@ class Zone(Record):
     def up_chance(self, hazard: Hazard) -> float:
         """Probability that it is up now: as last seen, decaying with the time since.
 
-        A chain of two states with the believed rates: that of the last state at its age, that of the other
-        one, and both before the first sample, at an age of an hour.
+        A chain of two states with the believed rates at an age of an hour; before the first sample, its
+        stationary probability.
         """
-        bins = {bool(self.is_up): age_bin(self.age_h), not self.is_up: _HOUR}
-        if self.is_up is None:
-            bins = {True: _HOUR, False: _HOUR}
         lost, back = (
             sum(
                 share * rate
-                for share, rate in zip(self.belief, hazard.rates(is_up=is_up, bin_=bins[is_up]), strict=True)
+                for share, rate in zip(self.belief, hazard.rates(is_up=is_up, bin_=_HOUR), strict=True)
             )
             for is_up in (True, False)
         )

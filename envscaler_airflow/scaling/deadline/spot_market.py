@@ -205,7 +205,8 @@ def _best(view: MarketView, zones: Iterable[Zone], hazard: Hazard) -> Zone | Non
         lost = zone.chance(hazard, view.tick_s) * view.start_s * (zone.usd + view.on_demand_usd)
         return zone.usd * view.tick_s + lost, zone.name
 
-    return min(zones, key=score, default=None)
+    found = list(zones)
+    return min(found, key=score) if len(found) > 1 else next(iter(found), None)
 
 
 def _costs(
@@ -221,7 +222,9 @@ def _costs(
     if up is None and unknown:
         zone = max(unknown, key=lambda one: (one.up_chance(hazard), one.name))
         return _costs_of_asking(view, table, zone, hazard), zone, True
-    seen = up or min(zones, key=lambda one: (-one.chance(hazard, view.tick_s), one.name), default=None)
+    seen = up or (zones[0] if len(zones) == 1 else None)
+    if seen is None:
+        seen = min(zones, key=lambda one: (-one.chance(hazard, view.tick_s), one.name), default=None)
     if seen is None:
         return {"on-demand": view.left_s / view.tick_s}, None, False
     situation = (UP_ON_DEMAND if is_bought else UP_IDLE) if up else DOWN_ON_DEMAND if is_bought else DOWN_IDLE
