@@ -10,7 +10,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: audit locks help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate bench-deadline lint words types contracts format bench wheel clean
+.PHONY: audit locks mutants help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate bench-deadline lint words types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -54,6 +54,10 @@ test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e
 simulate: venv  ## Run the protocol in a simulated world: SEEDS=1000 FROM=1, FRESH=1, CORPUS=1, REPLAY=seed.
 	$(BIN)/python -m tests.simulation $(if $(REPLAY),--replay $(REPLAY)) $(if $(CORPUS),--corpus) $(if $(FRESH),--fresh) \
 		--seeds $(or $(SEEDS),100) --from $(or $(FROM),1) $(if $(SHRINK),--shrink) $(ARGS)
+
+# A random sample, bounded by time; it writes mutants/, which git ignores.
+mutants: venv  ## Change the code one expression at a time, and print what no test notices: MINUTES=110 SEED=1.
+	$(BIN)/python -m tests.mutants --minutes $(or $(MINUTES),110) --seed $(or $(SEED),1) $(ARGS)
 
 demo: venv  ## Retrain a text classifier on a real Airflow; SERVE=1 keeps the UI up, BACKEND=kubernetes takes pods.
 	@$(BIN)/envscaler demo $(if $(SERVE),--serve) $(if $(BACKEND),--backend $(BACKEND))
@@ -101,4 +105,4 @@ wheel: venv  ## Build the wheel into dist/.
 	$(BIN)/uv build --quiet --wheel --out-dir dist
 
 clean:  ## Remove what was made.
-	rm -rf $(VENV) $(FRAMEWORKS) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) dist build mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
