@@ -45,11 +45,22 @@ def requested_end(number, why):
         ([*losses(1, 3), *requested_end(4, "move"), *losses(5, 6)], 2),
         ([*losses(1, 3), owner(CLEARED), *losses(4, 4)], 1),
         ([*life("lost", 1, checkpoint_step=0), *losses(2, 2)], 1),
+        ([*losses(1, 2), *life("lost", 3, checkpoint_step=1)], 0),
         ([*life("lost", 1, checkpoint_step=5), *life("lost", 2, checkpoint_step=5)], 1),
         ([*losses(1, 2), *life("not-started", 3), *life("not-started", 4, failure="capacity")], 2),
         ([*losses(1, 2), *life("not-started", 3, failure="refused")], 3),
     ],
-    ids=["none", "losses", "a-move", "a-clear", "step-0", "the-same-step", "out-of-stock", "refused"],
+    ids=[
+        "none",
+        "losses",
+        "a-move",
+        "a-clear",
+        "step-0",
+        "step-1",
+        "the-same-step",
+        "out-of-stock",
+        "refused",
+    ],
 )
 def test_attempts_in_a_row_without_a_newer_checkpoint_are_counted(events, count):
     """From the last clear on; ends that the owner requests and capacity that never came do not count."""
@@ -136,6 +147,48 @@ def test_a_failure_has_its_class_and_its_reason(events, facts, failure, reason):
     got = next_action(run(begun(), *events), facts)
 
     assert (got.kind, got.failure, got.reason) == ("fail", failure, reason)
+
+
+def test_a_wait_names_the_end_before_it():
+    """A person sees why the run pauses."""
+    got = next_action(run(begun(), *life("lost", step=3)), Facts())
+
+    assert (got.kind, got.reason, got.backoff_s) == ("wait", "after: lost", 10.0)
+
+
+@pytest.mark.parametrize(("step", "kind"), [(1, "start"), (0, "fail")])
+def test_one_step_is_enough_to_have_trained(step, kind):
+    """A fresh start counts from step 0."""
+    crashed = life("failed", exit_code=3, step=step, start_step=0)
+
+    assert next_action(run(begun(), *crashed), ANYTIME).kind == kind
+
+
+def test_the_target_of_a_move_counts_before_any_deferred_one():
+    """The attempt was lost while it drained for the large machine."""
+    moving = ("attempt-stopping", {"generation": 1, "attempt": 1, "stop_reason": "stalled"})
+    state = run(begun(), intended(), started(), moving, ended("lost", step=3))
+    [last] = state.attempts
+
+    def next_on(**fields):
+        return next_action(replace(state, attempts=(replace(last, **fields),)), ANYTIME).target
+
+    assert next_on(target=LARGE) == LARGE
+    assert next_on(next_allocation=LARGE) == LARGE
+    assert next_on(target=LARGE, next_allocation=SMALL) == LARGE
+    assert next_on() == SMALL
+
+
+@pytest.mark.parametrize(("memory_gib", "kept"), [(4, True), (5, False)])
+def test_the_next_attempt_keeps_raised_memory_only_where_its_machine_has_it(memory_gib, kept):
+    """4 GiB there."""
+    state = run(begun(), *life("lost", step=3))
+    [last] = state.attempts
+    raised = replace(last, memory_bytes=memory_gib * GIB)
+
+    got = next_action(replace(state, attempts=(raised,)), ANYTIME)
+
+    assert got.memory_bytes == (memory_gib * GIB if kept else None)
 
 
 def test_a_loss_is_no_reason_to_fail_whatever_it_says():
