@@ -56,13 +56,13 @@ def profile_for(run: Run, spec_hash: str) -> StageProfile:
     """Return what earlier runs of the stage measured; an empty profile if the store does not answer."""
     try:
         stored = stored_profiles(run.store, stage_folder(run.key()), now=run.now())
-        code = code_of(run.document(spec_hash))
-    except EnvScalerError as err:
+        merged = merge(stored.runs, code=code_of(run.document(spec_hash)))
+    except (EnvScalerError, ValueError, ArithmeticError) as err:
         log.warning("the profile of earlier runs cannot be read, and is not used: %s", err)
         return StageProfile()
     for fault in stored.faults:
         log.warning("a profile of an earlier run is ignored: %s", fault)
-    return merge(stored.runs, code=code)
+    return merged
 
 
 def learn(owned: OwnedRun, state: RunState) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from envscaler_airflow.planning.knowledge import Knowledge, StepTime
 from envscaler_airflow.planning.performance import Speed
-from envscaler_airflow.planning.record import NotNegative, Positive, Record
+from envscaler_airflow.planning.record import MOST_VALUE, NotNegative, Positive, Record
 
 MOST_RUNS = 20
 """Newest runs of a stage that count. Chosen: three weeks of a daily stage, and one read of 20 small files."""
@@ -121,9 +122,23 @@ class RunProfile(Record):
         for points in self.noise:
             if not all(0 <= value < math.inf for value in points) or points[0] > 1:
                 raise ValueError(f"noise must be parts of 0 to 1 with values >= 0, got {points!r}")
+        for value in _numbers(self.to_dict()):
+            if value and not 1 / MOST_VALUE <= value <= MOST_VALUE:
+                raise ValueError(f"got {value!r:.20}, expected 0 or {1 / MOST_VALUE:g} to {MOST_VALUE:g}")
         for name in ("speeds", "steps", "noise", "usage", "start_s", "losses"):
             if len(getattr(self, name)) > MOST_KEYS:
                 raise ValueError(f"{name} must have at most {MOST_KEYS} entries")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Every number in a JSON document."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _numbers(part)
+    elif isinstance(value, int | float):
+        yield value
 
 
 @dataclass(frozen=True, slots=True)

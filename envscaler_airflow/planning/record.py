@@ -24,6 +24,9 @@ NotNegative = Annotated[_Number, _NOT_NEGATIVE]
 Positive = Annotated[_Number, _POSITIVE]
 """The same, without 0."""
 
+MOST_VALUE = 1e100
+"""A larger value is not a valid measurement. Chosen: sums of squares of smaller values are finite."""
+
 
 class Record:
     """A dataclass with a JSON form. Unknown (None) fields are omitted if None is the default.

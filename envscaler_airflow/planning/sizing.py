@@ -62,7 +62,7 @@ def recommended(
     """
     memory, memory_why = _memory(profile, image, least_memory_bytes)
     if memory is not None:
-        memory = MEMORY_STEP * math.ceil(memory / MEMORY_STEP)
+        memory = MEMORY_STEP * max(1, math.ceil(memory / MEMORY_STEP))
         memory = memory if most_memory_bytes is None else min(memory, most_memory_bytes)
     used = profile.usage.get("cpu_percent")
     vcpus, cpu_why = None, []

@@ -12,11 +12,11 @@ from envscaler_agent.protocol import Status
 from envscaler_airflow.planning.knowledge import Knowledge, StepTime, machine_name
 from envscaler_airflow.planning.performance import ONE_WINDOW_STDEV, Speed, merged
 from envscaler_airflow.planning.profile import MOST_KEYS, Losses, RunProfile, Usage
+from envscaler_airflow.planning.record import MOST_VALUE
 from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.run.outcomes import outcome_of
 from envscaler_airflow.run.state import AttemptState, RunState
 from envscaler_airflow.scaling import Check
-from envscaler_airflow.scaling.observation import MOST_VALUE
 
 LEAST_S = 1.0
 """Training seconds below which an attempt measures no speed. Chosen: times are reported with a few ms."""

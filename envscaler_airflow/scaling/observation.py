@@ -12,13 +12,10 @@ from typing import Literal
 from envscaler_agent.protocol import Progress
 from envscaler_airflow.errors import BackendError, EnvScalerError
 from envscaler_airflow.planning import Allocation, Overheads, Speed, Speedup
-from envscaler_airflow.planning.record import NotNegative, Record
+from envscaler_airflow.planning.record import MOST_VALUE, NotNegative, Record
 from envscaler_airflow.scaling.deadline.spot_market import Market
 from envscaler_airflow.scaling.explore import Measured
 from envscaler_airflow.scaling.history import History
-
-MOST_VALUE = 1e100
-"""A larger value is not a valid measurement. Chosen: sums of squares of smaller values are finite."""
 
 Health = Literal["ok", "stalled", "unknown"]
 

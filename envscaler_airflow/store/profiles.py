@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -40,11 +41,14 @@ class StoredProfiles:
 def stage_folder(key: RunKey) -> str:
     """Folder of the profiles of every run of the same stage: deployment, team, DAG and task."""
     parts = (key.deployment, key.team or "", key.dag_id, key.task_id)
-    return f"{FOLDER}/{encode_part('/'.join(parts))}"
+    apart = (part.replace("%", "%25").replace("/", "%2F") for part in parts)  # a part may contain a slash
+    return f"{FOLDER}/{encode_part('/'.join(apart))}"
 
 
 def add_profile(store: Store, folder: str, profile: RunProfile) -> bool:
     """Add *profile* to the stage's, and delete the oldest beyond :data:`KEPT`; False if it is there already.
+
+    Files of a wrong clock are deleted before any other.
 
     Raises:
         StoreError: The store does not answer.
@@ -53,7 +57,7 @@ def add_profile(store: Store, folder: str, profile: RunProfile) -> bool:
     name = f"{int(profile.at * 1000):015d}-{digest}.json"
     body = {"schema": SCHEMA, **profile.to_dict()}
     is_new = store.create(f"{folder}/{name}", json.dumps(body, allow_nan=False).encode())
-    for old in store.children(folder)[:-KEPT]:
+    for old in _oldest_first(store.children(folder), now=store.now())[:-KEPT]:
         store.delete(f"{folder}/{old}")
     return is_new
 
@@ -64,7 +68,7 @@ def stored_profiles(store: Store, folder: str, *, now: float) -> StoredProfiles:
     Raises:
         StoreError: The store does not answer.
     """
-    names = store.children(folder)[-KEPT:]
+    names = _oldest_first(store.children(folder), now=now)[-KEPT:]
     with ThreadPoolExecutor(max(1, min(store.at_once, len(names)))) as readers:
         found = list(readers.map(lambda name: _read(store, f"{folder}/{name}", now=now), names))
     runs = [item for item in found if isinstance(item, RunProfile)]
@@ -80,7 +84,10 @@ def stage_folders(store: Store) -> Iterator[tuple[str, str]]:
     """
     for child in store.children(FOLDER):
         folder = f"{FOLDER}/{child}"
-        newest = _read(store, f"{folder}/{store.children(folder)[-1]}", now=None)
+        names = store.children(folder)
+        if not names:
+            continue  # a reset deleted them meanwhile
+        newest = _read(store, f"{folder}/{names[-1]}", now=None)
         parts = newest.run.split("/") if isinstance(newest, RunProfile) else []
         is_run = len(parts) == 5  # deployment, DAG, run, task, map
         yield ("/".join((parts[0], parts[1], parts[3])) if is_run else child), folder
@@ -96,6 +103,17 @@ def reset_profiles(store: Store, folder: str) -> int:
     for name in names:
         store.delete(f"{folder}/{name}")
     return len(names)
+
+
+def _oldest_first(names: Iterable[str], *, now: float) -> list[str]:
+    """*names* in the order of their times; those of a wrong clock come first, as they count least."""
+    return sorted(names, key=lambda name: (_time_of(name) <= now + AHEAD_S, name))
+
+
+def _time_of(name: str) -> float:
+    """Seconds since the epoch in a file's name; infinity without a time."""
+    digits = name.partition("-")[0]
+    return float(digits) / 1000 if digits.isascii() and digits.isdigit() else math.inf
 
 
 def _read(store: Store, name: str, *, now: float | None) -> RunProfile | str:

@@ -173,3 +173,23 @@ def test_numbers_that_no_run_measures_are_refused(broken):
 
     with pytest.raises(ValueError, match=r"must be|units|at"):
         RunProfile(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"units": 1.7e308},
+        {"speeds": {MACHINE: Speed(1.7e308, 0.0)}},
+        {"speeds": {MACHINE: Speed(5e-324, 0.0)}},
+        {"usage": {"memory_bytes": Usage(1.7e308, 1.7e308, 1.7e308)}},
+        {"start_s": {"first_step": 1.7e308}},
+        {"losses": {"spot": Losses(1.7e308, 1.0)}},
+        {"forecast": Forecast(1e-308, 1e-308, 1.0, 1e308)},
+        {"out_of_memory_bytes": 10**400},
+        {"noise": ((0.5, 1.7e308),)},
+    ],
+)
+def test_numbers_whose_merge_would_overflow_are_refused(fields):
+    """Two such runs have an infinite median, which must not fail the next start."""
+    with pytest.raises(ValueError, match="expected 0 or 1e-100 to 1e\\+100"):
+        run(1, **fields)

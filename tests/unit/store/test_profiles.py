@@ -114,3 +114,40 @@ def test_stages_are_listed_by_name_and_are_no_runs(store):
     assert list(stage_folders(store)) == [("deployment/dag/train", FOLDER)]
     assert run_prefixes(store) == []
     assert (reset_profiles(store, FOLDER), list(stage_folders(store))) == (1, [])
+
+
+def test_names_with_slashes_are_other_stages():
+    """Task ``c/t`` of DAG ``b`` is not task ``t`` of DAG ``b/c``; the same for deployments and teams."""
+    keys = [
+        RunKey("a", "b", "run", "c/t"),
+        RunKey("a", "b/c", "run", "t"),
+        RunKey("a/b", "c", "run", "t"),
+        RunKey("a", "c", "run", "t", team="b"),
+        RunKey("a/", "c", "run", "t"),
+        RunKey("a", "c", "run", "t", team="/"),
+        RunKey("a", "b%2Fc", "run", "t"),
+    ]
+
+    assert len({stage_folder(key) for key in keys}) == len(keys)
+
+
+def test_runs_of_a_wrong_clock_displace_no_others(store):
+    """A full folder of runs that ended in the year 2286, and one file without a time: the new run counts."""
+    store.write(f"{FOLDER}/²²-notes.json", b"{}")
+    for number in range(KEPT):
+        add_profile(store, FOLDER, profile(10**10 + number))
+
+    assert add_profile(store, FOLDER, profile(1))
+
+    found = stored_profiles(store, FOLDER, now=9.0)
+    assert [one.at for one in found.runs] == [1.0]
+    assert len(store.names(FOLDER)) == KEPT
+
+
+def test_a_stage_that_is_reset_meanwhile_is_not_listed(store, monkeypatch):
+    """Its folder is listed, and is empty when it is read."""
+    add_profile(store, FOLDER, profile(1))
+    children = store.children
+    monkeypatch.setattr(store, "children", lambda name: [] if name == FOLDER else children(name))
+
+    assert list(stage_folders(store)) == []
