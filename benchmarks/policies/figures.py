@@ -8,6 +8,7 @@ Folders are those of the public traces and measured trainings; see docs/referenc
 from __future__ import annotations
 
 import argparse
+import csv
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,10 +36,13 @@ from envscaler_airflow.simulate.spot import (
     Traces,
     Window,
     of_dataset,
+    read_price_changes,
     read_traces,
     read_windows,
 )
 from envscaler_airflow.simulate.spot_policy import DeadlinePolicy
+
+PriceChanges = Mapping[str, Sequence[tuple[int, float]]]
 
 CELLS = [(deadline, overhead) for deadline in (52.0, 70.0, 92.0) for overhead in (0.02, 0.05, 0.2, 0.4)]
 SETS = ("aws2022_k80v100_600s.csv", "awsV100_2023_195s.csv", "gcpH100_2025_600s_count16.csv")
@@ -74,19 +78,27 @@ GROUPS_UNSEEN = {
 
 
 def cell(
-    data: Path, name: str, at: tuple[float, float], zones: str = "", *, is_held_out: bool = False
+    data: Path,
+    name: str,
+    at: tuple[float, float],
+    zones: str = "",
+    *,
+    is_held_out: bool = False,
+    is_priced: bool = False,
 ) -> dict[str, float]:
     """Means of one file at one deadline and overhead: ours, Uniform Progress and the optimum.
 
     Ours is shown with constants that have not seen the jobs (``ours``) and with the packaged ones
-    (``shipped``), which are the same for the traces of 2022.
+    (``shipped``), which are the same for the traces of 2022. *is_priced*: each zone at its own spot price.
     """
     traces = read_traces(data / name)
     windows = of_dataset(read_windows(data / "windows.csv"), data / name)
     if is_held_out:
         windows = held_out(traces, windows)
-    case = SpotCell(48.0, *at, 3.06, 0.9731)
+    case, changes = SpotCell(48.0, *at, 3.06, 0.9731), None
     split = zones.split(",") if zones else []
+    if is_priced:
+        case, changes = priced(data, name, case, split)
     parts: dict[str, list[Window]] = {}
     for window in windows:
         if window.zone in (split or traces.zones):
@@ -95,9 +107,11 @@ def cell(
             parts.setdefault(part, []).append(window)
     ours, shipped = [], []
     for part, some in parts.items():
-        ours += spot_jobs(traces, some, case, DeadlinePolicy(unseen(part)), zones=split, with_optimum=True)
-        shipped += spot_jobs(traces, some, case, DeadlinePolicy(), zones=split) if part else []
-    theirs = spot_jobs(traces, windows, case, UniformProgress(), zones=split)
+        fair = DeadlinePolicy(unseen(part))
+        ours += spot_jobs(traces, some, case, fair, zones=split, price_changes=changes, with_optimum=True)
+        if part:
+            shipped += spot_jobs(traces, some, case, DeadlinePolicy(), zones=split, price_changes=changes)
+    theirs = spot_jobs(traces, windows, case, UniformProgress(), zones=split, price_changes=changes)
     return {
         "jobs": len(ours),
         "ours": sum(job["cost_usd"] for job in ours) / len(ours),
@@ -106,6 +120,41 @@ def cell(
         "optimum": sum(job["optimum_usd"] for job in ours) / len(ours),
         "late": sum(job["late"] for job in (*ours, *shipped, *theirs)),
     }
+
+
+PRICES = {SETS[1]: "awsV100_2023_spot_price_changes.csv", SETS[2]: "gcpH100_2025_prices.csv"}
+"""Files of real prices. Those of 2025 are constant, and of machines with 8 GPUs."""
+
+
+def priced(data: Path, name: str, case: SpotCell, zones: Sequence[str]) -> tuple[SpotCell, PriceChanges]:
+    """*case* at the lowest on-demand price of *zones*, and the spot price of each zone, for one GPU."""
+    if name == SETS[1]:
+        changes: PriceChanges = read_price_changes(data / PRICES[name])
+        on_demand = case.on_demand_usd
+    else:
+        with (data / PRICES[name]).open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["zone"] in zones]
+        changes = {row["zone"]: [(0, float(row["spot_usd_per_h"]) / 8)] for row in rows}
+        on_demand = min(float(row["on_demand_usd_per_h"]) for row in rows) / 8
+    spot = min(changes[zone][0][1] for zone in zones)
+    return replace(case, on_demand_usd=on_demand, spot_usd=spot), changes
+
+
+def print_priced(data: Path, pool: ProcessPoolExecutor) -> None:
+    """Print groups of zones at their own prices."""
+    print("\nspot, each zone at its own price, 52 h and 0.2 h: ratios to Uniform Progress with failover")
+    asked = [(name, zones, False) for name, groups in GROUPS.items() for zones in groups]
+    asked += [(name, zones, True) for name, groups in GROUPS_UNSEEN.items() for zones in groups]
+    jobs = [
+        pool.submit(cell, data, name, (52.0, 0.2), zones, is_held_out=is_out, is_priced=True)
+        for name, zones, is_out in asked
+    ]
+    for (name, zones, is_out), job in zip(asked, jobs, strict=True):
+        row = job.result()
+        ours, optimum = row["ours"] / row["up"], row["optimum"] / row["up"]
+        head = f"{name.split('_')[0]} {'held out' if is_out else '':8} {zones.replace('_v100_1', '')}"
+        told = f"UP ${row['up']:.2f}  ours {ours:.4f}  optimum {optimum:.4f}"
+        print(f"{head}\n    {told}  ours over it {ours / optimum:.4f}  late {row['late']:.0f}")
 
 
 def part_of(traces: Traces, window: Window, case: SpotCell, *, is_one: bool) -> str:
@@ -259,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--elastic", type=Path, help="folder with the measured trainings")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", default="spot,zones,held-out,elastic,decision")
+    parser.add_argument("--only", default="spot,zones,priced,held-out,elastic,decision")
     asked = parser.parse_args(arguments)
     only, begun = asked.only.split(","), time.monotonic()
     with ProcessPoolExecutor(asked.workers) as pool:
@@ -267,6 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_spot(asked.spot, pool)
         if asked.spot and "zones" in only:
             print_zones(asked.spot, pool)
+        if asked.spot and "priced" in only:
+            print_priced(asked.spot, pool)
         if asked.spot and "held-out" in only:
             print_held_out(asked.spot, pool)
         if asked.elastic and "elastic" in only:

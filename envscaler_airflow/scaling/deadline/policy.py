@@ -139,7 +139,7 @@ def market_view(view: Outlook, left_s: float, work_s: float | None) -> MarketVie
     prices = [item.usd_per_hour for item in (here, *_on_demand(seen)) if not has_spot(item)]
     known = [price for price in prices if price is not None]
     return MarketView(
-        zones=tuple(zone for zone in market.zones if zone.name in free),
+        zones=tuple(zone for zone in market.zones if zone.name in free or zone.name == here.name),
         on_demand_usd=min(known, default=0.0),
         left_s=left_s,
         work_s=work_s,

@@ -27,6 +27,8 @@ def age_bin(age_h: float) -> int:
 
 _HOUR = age_bin(1.0)
 """Age of a state that may have begun unseen. Chosen: an hour."""
+STAY_H = 168.0
+"""Longest expected stay in hours. Chosen: a week, in which a new regime is likely."""
 
 
 # Fitted on public traces: benchmarks/policies/fit.py writes these lines.
@@ -114,6 +116,20 @@ class Zone(Record):
         if self.is_up is None:
             return stays
         return stays + (float(self.is_up) - stays) * math.exp(-(lost + back) * self.unseen_s / 3600)
+
+    def stays_s(self, hazard: Hazard) -> float:
+        """Expected seconds until its state ends, at most those of :data:`STAY_H`."""
+        edges, begun = (*AGE_EDGES_H[1:], math.inf), self.age_h + self.unseen_s / 3600
+        hours = 0.0
+        for at, share in enumerate(self.belief):
+            lasts, age, end = share, begun, begun + STAY_H
+            for bin_ in range(age_bin(age), BINS):
+                rate = hazard.rates(is_up=bool(self.is_up), bin_=bin_)[at]
+                long_h = max(0.0, min(edges[bin_], end) - age)
+                ends = -math.expm1(-rate * long_h)
+                hours += lasts * (ends / rate if rate > 0 else long_h)
+                lasts, age = lasts * (1 - ends), age + long_h
+        return hours * 3600
 
     def chance(self, hazard: Hazard, gap_s: float) -> float:
         """Probability that the state ends within *gap_s* seconds."""

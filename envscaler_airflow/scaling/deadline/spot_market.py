@@ -7,7 +7,7 @@ the owner between two attempts, and the simulator. Its guard stands outside the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from envscaler_airflow.planning.record import NotNegative, Positive, Record
@@ -136,7 +136,8 @@ def decide_market(
 ) -> MarketDecision:
     """Decide what runs next.
 
-    Spot that runs is kept as long as the guard allows it. Otherwise the answer with the lowest expected cost
+    Spot that runs is kept as long as the guard allows it, unless a cheaper zone pays for a launch
+    (:func:`saved_usd`) and there is slack for two. Otherwise the answer with the lowest expected cost
     by *table* is taken among those that the guard allows; without a table, spot is taken if two starts and a
     look fit into the slack, as Uniform Progress requires. On-demand that runs is never left to wait.
     """
@@ -144,6 +145,9 @@ def decide_market(
     if view.work_s is None:
         return _unmeasured(view, model)
     if view.is_on_spot and _is_safe(view, str(view.running)):
+        cheaper = _cheaper(view, model)
+        if cheaper is not None:
+            return cheaper
         return MarketDecision("launch", str(view.running), reason=f"{view.slack_s:.0f} s may still be lost")
     costs, zone, is_request = _costs(view, table, model)
     told, known = f"{view.slack_s:.0f} s may still be lost", {} if table is None else costs
@@ -158,6 +162,44 @@ def decide_market(
         if answer == "on-demand":
             return MarketDecision("on-demand", reason=told, costs=known)
     return MarketDecision("on-demand", reason=told, costs=known)
+
+
+def _cheaper(view: MarketView, hazard: Hazard) -> MarketDecision | None:
+    """A launch in the zone that saves the most over the one that runs; None if none pays for it.
+
+    Without slack for two launches beyond the guard, the zone that runs is kept: one to go there, one if the
+    new zone is lost.
+    """
+    here = next((zone for zone in view.zones if zone.name == view.running), None)
+    if here is None:
+        return None
+    below_usd = min(here.usd, view.on_demand_usd)
+    after = replace(view, left_s=view.left_s - 2 * view.start_s)
+    saved = {
+        zone.name: saved_usd(view, here, zone, hazard)
+        for zone in view.zones
+        if zone.usd < below_usd and zone.is_up and view.is_fresh(zone) and _is_safe(after, zone.name)
+    }
+    best = max(saved, key=lambda name: (saved[name], name), default=None)
+    if best is None or saved[best] <= 0:
+        return None
+    usd = next(zone.usd for zone in view.zones if zone.name == best)
+    told = (
+        f"{best} costs {usd:.4g} $/h instead of {here.usd:.4g} $/h: ${saved[best]:.4g} less with its launch"
+    )
+    return MarketDecision("launch", best, reason=told)
+
+
+def saved_usd(view: MarketView, here: Zone, there: Zone, hazard: Hazard) -> float:
+    """USD saved by leaving *here*, which runs, for *there*, which is up.
+
+    Price difference x min(expected stay there, work left) - one launch - difference of losses in that time x
+    launch. A launch takes slack that on-demand may have to replace, so it is worth its time on on-demand.
+    """
+    there_s, here_s = there.stays_s(hazard), here.stays_s(hazard)
+    for_s, launch_usd = min(there_s, view.work_s or 0.0), view.start_s * view.on_demand_usd
+    losses = for_s / there_s - for_s / here_s if for_s and here_s else 0.0
+    return ((here.usd - there.usd) * for_s - launch_usd - losses * launch_usd) / 3600
 
 
 _ORDER = ("launch", "wait", "on-demand")

@@ -26,7 +26,7 @@ from envscaler_airflow.scaling import (
     policy_of,
     replay,
 )
-from envscaler_airflow.scaling.deadline import SpotJob, build_table
+from envscaler_airflow.scaling.deadline import Market, SpotJob, Zone, build_table
 from envscaler_airflow.scaling.deadline.policy import meet_deadline
 from envscaler_airflow.scaling.vertical import time_to_limit
 
@@ -120,6 +120,17 @@ def test_takes_no_spot_that_is_not_to_be_had():
     got = decide(seen(OD, SPOT, left_h=10, free_nodes={SPOT.offer.name: 0}), DEADLINE)
 
     assert got.action == "keep"
+
+
+@pytest.mark.parametrize(("usd", "action"), [(0.5, "move"), (1.0, "keep")])
+def test_a_running_stage_leaves_spot_for_a_cheaper_zone(usd, action):
+    """The sensor sees the zone that runs at its own price, next to the one at half of it."""
+    other = on("spot", zone="b", usd=usd)
+    market = Market(tuple(Zone(item.name, item.usd_per_hour, True, 3.0) for item in (SPOT, other)))
+
+    got = decide(seen(SPOT, OD, other, left_h=12, market=market), DEADLINE)
+
+    assert (got.action, got.target) == (action, other if action == "move" else SPOT)
 
 
 def test_a_table_says_whether_spot_pays():

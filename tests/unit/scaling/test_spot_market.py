@@ -142,3 +142,85 @@ def test_a_long_gap_forgets_the_state_and_keeps_what_is_believed():
     risk.observe(is_up=True, after_s=7 * 86400.0)
     assert sum(risk.belief) == pytest.approx(1.0, abs=1e-4)
     assert risk.belief != before
+
+
+NEAR = replace(UP, usd=1.0)
+CHEAPER = Zone("b", 0.5, is_up=True, age_h=3.0)
+ON_NEAR = replace(VIEW, zones=(NEAR, CHEAPER), running="a")
+
+
+def test_a_zone_that_is_up_is_left_for_one_that_costs_half(table):
+    """Eight hours of work and a launch of ten minutes: some $3 are saved and some $0.5 are paid."""
+    for known in (table, None):
+        found = decide_market(ON_NEAR, known)
+
+        assert (found.action, found.zone, found.is_request) == ("launch", "b", False)
+        assert found.reason.startswith("b costs 0.5 $/h instead of 1 $/h: $")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(replace(CHEAPER, usd=1.0), id="equal prices"),
+        pytest.param(replace(CHEAPER, usd=1.2), id="dearer"),
+        pytest.param(replace(CHEAPER, usd=0.97), id="less saved than a launch costs"),
+        pytest.param(replace(CHEAPER, is_up=False), id="not up"),
+        pytest.param(replace(CHEAPER, is_up=None, age_h=0.0), id="never sampled"),
+        pytest.param(replace(CHEAPER, unseen_s=700.0), id="sampled too long ago"),
+    ],
+)
+def test_a_zone_that_is_up_is_kept_if_leaving_does_not_pay(other):
+    """Nor is a zone requested while another one runs."""
+    assert decide_market(replace(ON_NEAR, zones=(NEAR, other))).zone == "a"
+
+
+def test_a_zone_is_kept_if_a_price_is_unknown():
+    """It runs and is not among the zones of the market; or on-demand, the worth of a launch, has no price."""
+    assert decide_market(replace(ON_NEAR, zones=(CHEAPER,))).zone == "a"
+    assert decide_market(replace(ON_NEAR, on_demand_usd=0.0)).zone == "a"
+
+
+def test_a_zone_is_kept_if_the_work_left_or_the_stay_is_short():
+    """Half an hour of work saves $0.25; so does a zone that is always lost within minutes."""
+    losing = Hazard(up=(6.0,) * 9, up_factors=(1.0,) * 9)
+
+    assert decide_market(replace(ON_NEAR, work_s=1800.0)).zone == "a"
+    assert decide_market(ON_NEAR, hazard=losing).zone == "a"
+
+
+@pytest.mark.parametrize(("slack_s", "zone"), [(1799.0, "a"), (1801.0, "b")])
+def test_a_zone_is_left_only_with_slack_for_two_launches(slack_s, zone):
+    """Two starts of 600 s, and 600 s in which the new zone cannot be left again."""
+    view = replace(ON_NEAR, left_s=8 * 3600.0 + 600.0 + slack_s, blind_s=600.0)
+
+    assert decide_market(view).zone == zone
+
+
+def test_a_stay_is_expected_by_the_rates_of_each_age():
+    """Half a loss an hour at any age: two hours; never lost: a week, the longest that is expected."""
+    steady, never = (Hazard(up=(rate,) * 9, up_factors=(1.0,) * 9) for rate in (0.5, 0.0))
+
+    assert UP.stays_s(steady) == pytest.approx(2 * 3600.0, rel=1e-4)
+    assert UP.stays_s(never) == pytest.approx(168 * 3600.0, rel=1e-4)
+    assert UP.stays_s(Hazard()) > replace(UP, age_h=0.2).stays_s(Hazard())
+
+
+@given(st.lists(st.tuples(st.floats(0.98, 1.02), st.floats(0.98, 1.02)), min_size=2, max_size=30))
+def test_noisy_prices_do_not_move_a_stage_to_and_fro(noises):
+    """Prices around $1 that change by 2 % at each check save less than a launch in eight hours."""
+    view = ON_NEAR
+    for here, there in noises:
+        view = replace(view, zones=(replace(NEAR, usd=here), replace(CHEAPER, usd=there)))
+
+        assert decide_market(view).zone == "a"
+
+
+@given(st.floats(0.01, 2.9), st.floats(0.01, 2.9), st.floats(0.1, 48.0), st.floats(0.1, 48.0))
+def test_no_pair_of_zones_is_worth_leaving_in_both_directions(here, there, here_h, there_h):
+    """At the same prices, what is saved one way is lost the other way, and both cost a launch."""
+    zones = (replace(NEAR, usd=here, age_h=here_h), replace(CHEAPER, usd=there, age_h=there_h))
+    view = replace(ON_NEAR, zones=zones)
+
+    found = {name: decide_market(replace(view, running=name)).zone for name in ("a", "b")}
+
+    assert found != {"a": "b", "b": "a"}
