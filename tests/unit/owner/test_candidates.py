@@ -1,7 +1,11 @@
 """The owner lists what the next attempt may resume from after it fenced off the older one."""
 
+from dataclasses import replace
+
 from envscaler_agent.protocol import Control, Manifest, checkpoint_name
+from envscaler_airflow.owner.request import request_stop
 from envscaler_airflow.owner.stage import Wake
+from envscaler_airflow.store.run import Run
 
 
 def _saved_by(world, attempt, step):
@@ -34,6 +38,29 @@ def test_the_older_attempt_is_held_before_its_checkpoints_are_listed(world, monk
     assert world.control().candidates == (late, early)
     intended = [event for event in world.log.read() if event.type == "attempt-intended"]
     assert all(b"candidates" not in event.to_json() for event in intended)
+
+
+def test_a_request_to_stop_leaves_what_the_attempt_may_begin_from(world):
+    """A pod that is recreated while the others save reads it there (A5)."""
+    owner = world.owner()
+    owner.owned.stage = replace(owner.owned.stage, restore_from="s3://bucket/base")
+    owner.enter()
+    early = world.save(40)
+    world.say(checkpoint=early)
+    world.backend.lose(world.handle)
+    owner.resume(Wake("status"))
+    owner.resume(Wake("backoff"))
+    world.say(step=50)
+    request_stop(Run(world.store, world.prefix), reason="cancelled", by="me")
+
+    owner.resume(Wake("request"))
+
+    control = world.control()
+    assert (control.action, control.candidates, control.restore_from) == (
+        "drain",
+        (early,),
+        "s3://bucket/base",
+    )
 
 
 def test_an_execution_that_follows_lists_anew_until_the_attempt_is_started(world, monkeypatch):

@@ -160,6 +160,24 @@ def test_what_the_machines_wait_for_is_in_the_lease(tmp_path):
     assert slept == ["", "node 0: scheduling: no room"]
 
 
+def test_a_shell_that_waits_renews_its_lease_every_minute(tmp_path):
+    """Ten minutes in which nothing changes: a sidecar whose lease stands still ends its attempt."""
+    store, backend, clock = open_store(f"file://{tmp_path}"), ScriptedBackend(), ManualClock()
+    request = AttemptRequest(store.url, "p", "dag.train", 1, 1, Allocation(cpu_offer(1)))
+    handle = backend.submit(request)
+    began = clock.monotonic()
+
+    def sleep(seconds):
+        clock.advance(seconds)
+        if clock.monotonic() - began >= 600:
+            backend.end(handle)
+
+    waiting = ForegroundOwner(owner_of(store, backend), sleep=sleep, monotonic=clock.monotonic)
+    waiting._wait(Waiting(Watching(0, 1, 1, handle=handle), "runs"))
+
+    assert 10 <= Run(store, "p").lease.read().counter <= 13
+
+
 class TestFullStore:
     """A store that refuses writes while a shell waits (F6)."""
 

@@ -12,6 +12,7 @@ from envscaler_airflow.owner import limits
 from envscaler_airflow.owner.limits import checkpoint_interval_s
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
+from envscaler_airflow.planning.profile import Losses
 from envscaler_airflow.run import AttemptState, Event, RunState
 from envscaler_airflow.run.event_bodies import AttemptEnded
 from envscaler_airflow.run.measured import save_s_of
@@ -66,6 +67,13 @@ def test_losses_are_counted_over_node_hours_on_spot(attempts, seen):
     got = limits.losses_per_hour(run_of(*attempts), now=0.0)
 
     assert got == pytest.approx((lost + 10 * PRIOR) / (hours + 10))
+
+
+def test_losses_of_earlier_runs_count_too():
+    """Two in 20 hours before, one in 10 hours now."""
+    got = limits.losses_per_hour(run_of(lived(10)), now=0.0, earlier=Losses(hours=20.0, losses=2))
+
+    assert got == pytest.approx((3 + 10 * PRIOR) / (30 + 10))
 
 
 def test_only_spot_is_interrupted():

@@ -104,6 +104,21 @@ def test_a_run_that_ended_long_ago_is_removed_and_the_others_stay(store):
     assert store.sizes("") == before
 
 
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (("failed", {"generation": 1, "reason": "r"}), "failed 40 d ago"),
+        (("stopped", {"generation": 1, "reason": "r"}), "was stopped 40 d ago"),
+        (None, "left by its owner 40 d ago"),
+    ],
+)
+def test_the_list_says_how_a_run_ended(store, end, words):
+    """A person decides by it."""
+    make(store, steps=[begun(), *life("failed"), *([] if end is None else [end])])
+
+    assert [one.reason for one in prune(store, older_than_s=MONTH_S, dry_run=True)] == [words]
+
+
 def test_a_dry_run_removes_nothing(store):
     """It finds the same run."""
     make(store)

@@ -132,6 +132,32 @@ class TestNext:
 
         assert next_action(state, Facts(observed=observed, backoff_is_over=True)).kind == kind
 
+    @pytest.mark.parametrize(
+        ("rest", "observed", "answer", "words"),
+        [
+            (
+                [("stop-requested", {"reason": "cancel"})],
+                None,
+                ("mismatch", None),
+                "install that version to go on",
+            ),
+            (
+                [intended(), started(), ("move-requested", {"target": {}})],
+                RUNNING,
+                ("refuse", 5),
+                "until that takes over, nothing moves",
+            ),
+        ],
+    )
+    def test_the_answer_names_the_event_of_the_newer_version(self, rest, observed, answer, words):
+        """The request gets its answer; a requested halt waits for the newer version too."""
+        state = run(begun(), ("attempt-resized", {"generation": 1, "attempt": 1}), *rest)
+
+        got = next_action(state, Facts(observed=observed, backoff_is_over=True))
+
+        assert (got.kind, got.request and got.request.number) == answer
+        assert got.reason == f"event 2 was written by a newer version of envscaler-airflow; {words}"
+
     def test_a_new_generation_forgets_what_it_did_not_understand(self):
         """Nothing of the earlier generation is left that could be harmed."""
         state = run(begun(), ("attempt-resized", {}), *life("lost"), begun(2))
