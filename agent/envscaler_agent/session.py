@@ -181,7 +181,7 @@ class Session:
         self.steps = self._saved_step = facts["step"] or 0
         self.epoch = self._saved_epoch = facts["epoch"] or 0
         self._restored_samples = facts["samples"] or 0
-        self._rate, self._busy_rate, self._sample_rate = Rate(), Rate(), Rate()  # a jump does not count
+        self._forget_rates()  # a jump does not count
         self._has_samples = facts["samples"] is not None
         return path
 
@@ -456,8 +456,12 @@ class Session:
         self._beat_at = now + POLL_S
         if "first_step_at" not in self._state:
             self._state["first_step_at"] = now
+            self._forget_rates()  # the first step contains the wait for other nodes, and what is compiled
         if now >= self._write_at:
             self._write(now)
+
+    def _forget_rates(self) -> None:
+        self._rate, self._busy_rate, self._sample_rate = Rate(), Rate(), Rate()
 
     def _write(self, now: float) -> None:
         """Replace the progress file; a full disk costs a report, never the training."""

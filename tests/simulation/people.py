@@ -163,7 +163,7 @@ class People:
                 process.carry_out(state, wait=self.random.random() < 0.5)
 
     def _move(self) -> None:
-        run = self._run()
+        run, ti = self._run(), self.airflow.tis[STAGE]  # the DAG run may be deleted meanwhile
         state = run.events.load()
         live = state.live or state.current
         if live is None or state.status != "active":
@@ -173,7 +173,7 @@ class People:
         target = Allocation(self.random.choice(others), live.allocation.nodes)
         because = {"reason": "a person wants it", "numbers": {}, "check": None, "forced": True}
         event = request_move(run, target=target, from_attempt=live.key, because=because)
-        self.airflow.fact("move", self.airflow.tis[STAGE], f"event {event.number} to {target.name}")
+        self.airflow.fact("move", ti, f"event {event.number} to {target.name}")
 
     def _move_triggers(self) -> None:
         self.airflow.triggerers.move(self.random.choice(self.airflow.triggerers.processes))
