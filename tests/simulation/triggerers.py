@@ -27,6 +27,8 @@ KINDS = {kind.__module__ + "." + kind.__name__: kind for kind in (StageTrigger, 
 LOST_S = (30.0, 60.0)
 """How long triggers of a dead triggerer wait for the other one, seconds. Source: ``[triggerer]
 triggerer_health_check_threshold``, 30 by default."""
+NEXT_LOOK_S = 1.0
+"""From one look of a triggerer at the database to the next, seconds. Source: its main loop."""
 KILL_S = 30.0
 """Longest ``on_kill``. Source: ``[triggerer] on_kill_timeout``, its default."""
 BY_USER = "user"
@@ -143,14 +145,17 @@ class Triggerer:
             self._all.airflow.world.wake(actor, asyncio.CancelledError(BY_USER))
 
     def _run(self, row: Row) -> None:
-        trigger = self._all.load(row)
+        trigger, is_cancelled = self._all.load(row), False
         try:
             self._watch(row, trigger)
         except asyncio.CancelledError:
+            is_cancelled = True
             self._log(trigger.on_kill(), "on_kill")
         self.running.pop(row, None)
         self.cancelled.discard(row)
         self._log(trigger.cleanup(), "cleanup")
+        if is_cancelled:  # it may be this triggerer's again: the next look at the database finds it
+            self._all.later(lambda: self.run(row), NEXT_LOOK_S)
 
     def _log(self, awaitable: Any, what: str) -> None:
         """Run it; of an error Airflow only logs."""
@@ -227,7 +232,7 @@ class Triggerers:
             after_s += self.airflow.random.uniform(10.0, 120.0)
         for process in self.processes:
             if row in process.running:
-                self._later(lambda process=process: process.cancel(row), after_s)
+                self.later(lambda process=process: process.cancel(row), after_s)
 
     def submit(self, row: Row, payload: Any) -> None:
         """An event: the first one of a trigger resumes the task that waits for it."""
@@ -242,7 +247,7 @@ class Triggerers:
             if row.is_linked and ti.trigger is row and ti.state == "deferred":
                 self.airflow.resume(ti, ti.next_method or "", {"event": json.loads(text)})
 
-        self._later(act, late_s + self.airflow.random.uniform(0.1, 2.0))
+        self.later(act, late_s + self.airflow.random.uniform(0.1, 2.0))
 
     def fail(self, row: Row, why: str) -> None:
         """The trigger raised an error."""
@@ -253,12 +258,12 @@ class Triggerers:
             if row.is_linked and row.ti.state == "deferred":
                 self.airflow.resume(row.ti, TRIGGER_FAIL_REPR, kwargs)
 
-        self._later(act, self.airflow.random.uniform(0.1, 2.0))
+        self.later(act, self.airflow.random.uniform(0.1, 2.0))
 
     def died(self, process: Triggerer) -> None:
         """One died: the other takes its triggers, and it restarts."""
         random = self.airflow.random
-        self._later(process.start, random.uniform(10.0, 120.0))
+        self.later(process.start, random.uniform(10.0, 120.0))
         for row in [row for row in self.rows if row.at is process]:
             self._assign(row, after_s=random.uniform(*LOST_S))
 
@@ -272,7 +277,7 @@ class Triggerers:
             if row.is_linked:
                 row.at = None
                 self._assign(row, after_s=random.uniform(*LOST_S) if paused_s else 0.0, unlike=process)
-            self._later(lambda row=row: process.cancel(row), paused_s + random.uniform(1.0, 60.0))
+            self.later(lambda row=row: process.cancel(row), paused_s + random.uniform(1.0, 60.0))
 
     def _assign(self, row: Row, *, after_s: float, unlike: Triggerer | None = None) -> None:
         def act() -> None:
@@ -285,9 +290,10 @@ class Triggerers:
             row.at = self.airflow.random.choice(alive)
             row.at.run(row)
 
-        self._later(act, after_s)
+        self.later(act, after_s)
 
-    def _later(self, call: Callable[[], Any], after_s: float) -> None:
+    def later(self, call: Callable[[], Any], after_s: float) -> None:
+        """Have *call* done in a moment, by an actor of its own."""
         air = self.airflow
         air.world.spawn("scheduler", call, machine=air.machine, after_s=after_s)
 
