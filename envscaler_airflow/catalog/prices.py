@@ -22,7 +22,7 @@ from envscaler_airflow.errors import BackendError, SpecError
 from envscaler_airflow.local_files import write_atomic
 from envscaler_airflow.planning.offers import InstanceType, Offer
 from envscaler_airflow.planning.record import NotNegative, Positive, Record
-from envscaler_airflow.planning.table import CAPACITIES, InstanceDetails, OfferTable, Row, build_table
+from envscaler_airflow.planning.table import CAPACITIES, RISKS, InstanceDetails, OfferTable, Row, build_table
 
 OUTLIER_FACTOR = 5.0
 """A price is an outlier if it is this many times the last one, or less than that fraction of it. Chosen: spot
@@ -42,6 +42,9 @@ times that; test doubles of clouds return 0.00001.
 HOUR_S = 3600.0
 
 UNPRICED = "no published price"
+
+MOST_AT = 253_402_300_800.0
+"""Times from here on are no dates, seconds since the epoch. Source: ``datetime.MAXYEAR`` ends here."""
 
 TERMS: tuple[Commitment, ...] = ("1m", "1y", "3y")
 """Terms of committed prices, shortest first."""
@@ -80,14 +83,23 @@ class PriceList(Record):
     source: str = ""
     prices: Mapping[str, Price] = field(default_factory=dict)
     quarantined: Mapping[str, float] = field(default_factory=dict)
-    kinds: tuple[tuple[Any, ...], ...] = ()
+    kinds: tuple[InstanceType, ...] = ()
     zones: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     risks: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
     failed_at: float | None = None
     notes: tuple[str, ...] = ()
-    machines: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    machines: Mapping[str, InstanceDetails] = field(default_factory=dict)
     left_out: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject what no catalog can be built of."""
+        Record.__post_init__(self)
+        if not all(0 <= risk < len(RISKS) for risk in self.risks.values()):
+            raise ValueError(f"risks must be 0 to {len(RISKS) - 1}")
+        dates = (self.at, *(price.at for price in self.prices.values()))
+        if not all(date is None or 0 <= date < MOST_AT for date in dates):
+            raise ValueError(f"times must be 0 to {MOST_AT:g} seconds since the epoch")
 
     def words(self, now: float) -> str:
         """One human-readable line: the age, the failure, and the quarantined prices."""
@@ -165,12 +177,11 @@ def refreshed(
         source=fetched.source,
         prices=prices,
         quarantined=quarantined,
-        kinds=tuple(tuple(kind) for kind in fetched.kinds),
+        kinds=tuple(fetched.kinds),
         zones=fetched.zones,
         risks=fetched.risks or ({} if last is None else last.risks),
         notes=fetched.notes,
-        machines={name: tuple(machine) for name, machine in fetched.machines.items()}
-        or ({} if last is None else last.machines),
+        machines=dict(fetched.machines) or ({} if last is None else last.machines),
         left_out=len(before.keys() - {quote.key for quote in fetched.quotes}),
     )
 
@@ -224,7 +235,7 @@ def with_price_lists(table: OfferTable, price_lists: Iterable[PriceList]) -> Off
     for price_list in by_place.values():
         for name, cells in price_list.machines.items():
             key = (price_list.cloud, name)
-            live = _dated(InstanceDetails(*cells), price_list)
+            live = _dated(cells, price_list)
             machines[key] = _joined(machines.get(key, InstanceDetails()), live)
     return build_table(found, label=table.label, faults=table.faults, machines=machines)
 
@@ -287,8 +298,7 @@ def _add_new(rows: dict[InstanceType, dict[tuple[str, str], Row]], price_list: P
     by_name = {
         kind.instance_type: kind for kind in rows if kind.cloud == price_list.cloud and not kind.is_attached
     }
-    for cells in price_list.kinds:
-        kind = InstanceType(*cells)
+    for kind in price_list.kinds:
         by_name.setdefault(kind.instance_type, kind)
     for name, zones in price_list.zones.items():
         found = by_name.get(name)

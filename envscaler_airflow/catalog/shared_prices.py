@@ -8,6 +8,8 @@ keeps a copy in its own cache, and without the store that copy stays in use.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 
 from envscaler_agent.messages import SCHEMA, read_object
 from envscaler_airflow.catalog.prices import PriceCache, PriceList
@@ -28,6 +30,8 @@ AHEAD_S = 86_400.0
 def publish(store: Store, price_list: PriceList) -> bool:
     """Add *price_list* to those in *store*; False if its region never answered, or it is there already.
 
+    Lists of a wrong clock are deleted before any other.
+
     Raises:
         StoreError: The store does not answer.
     """
@@ -37,7 +41,7 @@ def publish(store: Store, price_list: PriceList) -> bool:
     body = {"schema": SCHEMA, **price_list.to_dict()}
     name = f"{int(price_list.at * 1000):015d}.json"
     is_new = store.create(f"{folder}/{name}", json.dumps(body, allow_nan=False).encode())
-    for old in store.children(folder)[:-KEPT]:
+    for old in sorted(store.children(folder), key=_rank_at(store.now()))[:-KEPT]:
         store.delete(f"{folder}/{old}")
     return is_new
 
@@ -64,6 +68,17 @@ def pull(store: Store, cache: PriceCache, *, now: float) -> tuple[str, ...]:
     return tuple(faults)
 
 
+def _rank_at(now: float) -> Callable[[str], tuple[bool, str]]:
+    """Sort key of names, the oldest first; those of a wrong clock come first, as they count least."""
+    return lambda name: (_time_of(name) <= now + AHEAD_S, name)
+
+
+def _time_of(name: str) -> float:
+    """Seconds since the epoch in a file's name; infinity without a time."""
+    digits = name.rpartition("/")[2].removesuffix(".json")
+    return float(digits) / 1000 if digits.isascii() and digits.isdigit() else math.inf
+
+
 def _folder(cloud: str, region: str) -> str:
     return f"{FOLDER}/{encode_part(cloud)}.{encode_part(region or '-')}"
 
@@ -72,18 +87,22 @@ def _newest(
     store: Store, names: list[str], *, after: float, now: float, faults: list[str]
 ) -> PriceList | None:
     """The newest readable price list that is newer than *after*; adds to *faults* what cannot be read."""
-    for name in sorted(names, reverse=True)[:KEPT]:
-        digits = name.rpartition("/")[2].removesuffix(".json")
-        at = int(digits) / 1000 if digits.isdigit() else -1.0
+    ahead = [name for name in names if _time_of(name) > now + AHEAD_S]
+    faults += (
+        f"{name}: seen {(_time_of(name) - now) / 3600:.0f} h from now: a wrong clock" for name in ahead
+    )
+    for name in sorted(set(names).difference(ahead), reverse=True)[:KEPT]:
+        at = _time_of(name)
         if at <= after + 0.001:  # names count milliseconds
             return None
-        if at > now + AHEAD_S:
-            faults.append(f"{name}: seen {(at - now) / 3600:.0f} h from now: a wrong clock")
-            continue
         try:
             text = store.read(name, max_bytes=MAX_BYTES)
-            if text is not None:
-                return PriceList.from_dict(read_object(text, where=name, max_bytes=MAX_BYTES))
+            if text is None:
+                continue  # deleted meanwhile
+            found = PriceList.from_dict(read_object(text, where=name, max_bytes=MAX_BYTES))
+            if found.at is not None and abs(found.at - at) < 0.01:
+                return found
+            faults.append(f"{name}: its prices are of another time, {found.at!r:.40}")
         except ProtocolError as err:
             faults.append(str(err))
         except ValueError as err:

@@ -129,3 +129,48 @@ def test_a_shell_that_plans_with_a_store_uses_its_prices(store, tmp_path, monkey
 
     assert found.exit_code == 0, found.output
     assert any("aws us-east-1" in note for note in json.loads(found.stdout)["notes"])
+
+
+def put(store, found, *, at=HOUR_S):
+    """Write a price list as another version or a broken process might."""
+    body = {"schema": "2.0", **price_list(1.0).to_dict(), **found}
+    store.write(f"{FOLDER}/aws.us-east-1/{int(at * 1000):015d}.json", json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"at": 1e12},
+        {"at": -1.0},
+        {"at": 2 * HOUR_S},
+        {"prices": {"g5.xlarge|us-east-1||on-demand": {"usd": 1.0, "at": 1e300}}},
+        {"prices": {"g5.xlarge|us-east-1||on-demand": {"usd": -1.0, "at": 1.0}}},
+        {"kinds": [["aws", "x9"]]},
+        {"kinds": [["aws", "x9", "many", 1.0]]},
+        {"kinds": [["aws", "x9", *range(20)]]},
+        {"machines": {"g5.xlarge": list(range(60))}},
+        {"risks": {"g5.xlarge": 999}},
+    ],
+)
+def test_a_list_of_which_no_catalog_can_be_built_is_named_and_the_next_one_is_used(store, cache, found):
+    """It neither fails the start that pulls it, nor keeps newer prices out."""
+    put(store, found)
+
+    [fault] = pull(store, cache, now=2 * HOUR_S)
+
+    assert "000003600000.json" in fault
+    publish(store, price_list(2.0, at=1.5 * HOUR_S))
+    pull(store, cache, now=2 * HOUR_S)
+    assert cache.price_list("aws", "us-east-1").at == 1.5 * HOUR_S
+
+
+def test_lists_of_a_wrong_clock_displace_no_others(store, cache):
+    """Two of the year 2286 and one file without a time fill the folder: the refresh of today counts."""
+    for more in range(KEPT):
+        put(store, {"at": 1e10 + more}, at=1e10 + more)
+    store.write(f"{FOLDER}/aws.us-east-1/²².json", b"{}")
+
+    publish(store, price_list(1.0))
+
+    pull(store, cache, now=2 * HOUR_S)
+    assert cache.price_list("aws", "us-east-1") == price_list(1.0)
