@@ -44,7 +44,7 @@ HOUR_S = 3600.0
 UNPRICED = "no published price"
 
 MOST_AT = 253_402_300_800.0
-"""Times from here on are no dates, seconds since the epoch. Source: ``datetime.MAXYEAR`` ends here."""
+"""First time that is not a valid date, seconds since the epoch. Source: ``datetime.MAXYEAR`` ends here."""
 
 TERMS: tuple[Commitment, ...] = ("1m", "1y", "3y")
 """Terms of committed prices, shortest first."""

@@ -165,7 +165,7 @@ def test_a_list_of_which_no_catalog_can_be_built_is_named_and_the_next_one_is_us
 
 
 def test_lists_of_a_wrong_clock_displace_no_others(store, cache):
-    """Two of the year 2286 and one file without a time fill the folder: the refresh of today counts."""
+    """Two of the year 2286 and one file without a time fill the folder: the current refresh counts."""
     for more in range(KEPT):
         put(store, {"at": 1e10 + more}, at=1e10 + more)
     store.write(f"{FOLDER}/aws.us-east-1/²².json", b"{}")
