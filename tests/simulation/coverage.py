@@ -50,6 +50,7 @@ RACES = tuple(f"{request} {state} person" for request in REQUESTS for state in _
 """What is possible only if the run ends between a person's look and the request, which then has no effect."""
 UNREACHED: Mapping[str, str] = {
     "change-undone changing owner": "no simulated cloud changes the number of nodes in place",
+    "release-failed accepted owner": "an attempt is nearly always released by the time of the acceptance",
     "move-requested stopping worker": "both have to be written within a second",
 }
 """Pairs that no seed reaches, each with the reason."""
