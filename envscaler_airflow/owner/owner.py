@@ -419,15 +419,21 @@ class Releaser:
     def _bill(self, attempt: AttemptState, released: AttemptReleased) -> AttemptReleased:
         """Return *released* with the backend's last bill, if the bill at the attempt's end was incomplete.
 
+        After a release that failed, a pod that came in place of a silent one may have been billed too. The
+        backend may have forgotten machines since, so a complete bill is replaced only by a larger one.
+
         Raises:
             BackendError: The backend does not answer now.
         """
-        if attempt.end.usage is not None and not facts.may_be_held(attempt):
+        is_complete = attempt.end.usage is not None and not facts.may_be_held(attempt)
+        if is_complete and not attempt.unreleased:
             return released
         usage, now = facts.final_usage(self._owned.backend, attempt), self._owned.run.now()
         if facts.is_missing(usage, self._owned.run, attempt, now=now):
             return released
         usd = facts.usd_of(attempt, usage, now=now)
+        if is_complete and (usd is None or usd <= (attempt.end.usd or 0.0)):
+            return released
         return replace(released, usage=facts.billed(usage), usd=usd)
 
     def waiting(self, state: RunState) -> Waiting | None:

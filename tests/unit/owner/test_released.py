@@ -9,6 +9,7 @@ from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
 from envscaler_airflow.run import NodeStatus
+from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.event_bodies import NewOwner
 from envscaler_airflow.run.outcomes import LOST_AFTER_S
 
@@ -230,3 +231,26 @@ def test_an_owner_that_was_replaced_meanwhile_releases_nothing_more(world):
     after = owner._releaser.release_all(state)
 
     assert (after, world.state.number, calls(world, "release")) == (state, state.number, before)
+
+
+@pytest.mark.parametrize(("later", "usd"), [((0, 3600), 2 * PRICE), (None, PRICE)], ids=["more", "forgotten"])
+def test_a_pod_that_came_after_the_loss_is_on_the_bill(world, monkeypatch, later, usd):
+    """The bill was complete at the loss, the release failed; a backend that forgot pods changes nothing."""
+    owner = world.owner()
+    owner.enter()
+    world.say(checkpoint=world.save(10))
+    world.clock.advance(3600)
+    handle, whole = world.handle, world.backend.usage
+    world.backend.lose(handle)
+    world.backend.fail_next("release", AWAY)
+    owner.resume(Wake("status"))
+    early = world.state.attempts[0]
+    known = whole(handle)
+    end = known[0].end
+    more = () if later is None else (*known, UsageInterval(0, end + later[0], end + later[1]))
+    monkeypatch.setattr(world.backend, "usage", lambda which: more if which == handle else whole(which))
+    owner.resume(Wake("backoff"))
+    late = world.state.attempts[0]
+
+    assert (early.end.usd, bool(early.unreleased)) == (pytest.approx(PRICE), True)
+    assert (late.end.usd, late.unreleased) == (pytest.approx(usd), "")
