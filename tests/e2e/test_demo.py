@@ -19,7 +19,7 @@ class Interrupted:
 
     def __init__(self, folder):
         """Start it."""
-        command = [sys.executable, "-m", "envscaler_airflow.cli.demo"]
+        command = [sys.executable, "-m", "envscaler_airflow.cli", "demo"]
         env = {name: value for name, value in os.environ.items() if name != MARK}
         self.folder = folder
         self.process = subprocess.Popen(
