@@ -171,7 +171,7 @@ class Demo:
             self._say("demo", f"Airflow answers at {airflow.url}")
             code = self._pipeline(airflow, on_end, is_kept=serve)
             if serve:
-                self._serve(airflow.url)
+                self._serve(airflow)
         self._say("demo", "everything that was started is stopped")
         return code
 
@@ -229,6 +229,7 @@ class Demo:
 
     def _ask(self, airflow: AirflowServices, run_id: str, state: str) -> str:
         """State of the DAG run; *state*, as it was, while the API server is too busy to answer."""
+        airflow.keep_up()
         try:
             now = airflow.run_state(DAG_ID, run_id)
             self._note_tasks(airflow.task_states(DAG_ID, run_id))
@@ -334,10 +335,11 @@ class Demo:
         self._console.print(f"the pipeline failed: {', '.join(failed) or state}", style="bold red")
         return 1
 
-    def _serve(self, url: str) -> None:
-        self._say("demo", f"Airflow keeps running at {url} (no login needed); Ctrl-C stops it")
+    def _serve(self, airflow: AirflowServices) -> None:
+        self._say("demo", f"Airflow keeps running at {airflow.url} (no login needed); Ctrl-C stops it")
         try:
             while True:
+                airflow.keep_up()
                 time.sleep(1)
         except KeyboardInterrupt:
             self._say("demo", "stopping")

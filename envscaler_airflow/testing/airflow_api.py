@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ class AirflowApi:
         self.url = url
         self._client = httpx.Client(base_url=url, timeout=30)
         self._token: str | None = None
+        self._writing = threading.Lock()
 
     def close(self) -> None:
         """Close the connections; later calls fail."""
@@ -189,7 +192,18 @@ class AirflowApi:
         self.call("PATCH", path, body={"new_state": state})
 
     def clear(self, dag_id: str, run_id: str, task_ids: Collection[str], *, downstream: bool = False) -> None:
-        """The action "Clear" of the UI, in any state of the tasks."""
+        """The action "Clear" of the UI, in any state of the tasks.
+
+        If all of them have ended, it waits until the run has too: a scheduler that is about to end the run
+        would otherwise do so after the clear, and a cleared task of an ended run never starts.
+        """
+
+        def is_settled() -> bool:
+            return self.run_state(dag_id, run_id) in ("success", "failed") or not all(
+                state in DONE for state in self.task_states(dag_id, run_id).values()
+            )
+
+        self.wait(is_settled, timeout_s=60, what=f"end of {dag_id} {run_id}, whose tasks have ended")
         body = {
             "dry_run": False,
             "dag_run_id": run_id,
@@ -226,7 +240,11 @@ class AirflowApi:
             answer.raise_for_status()
             self._token = str(answer.json()["access_token"])
         headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
-        return self._client.request(method, f"/api/v2{path}", json=body, params=query, headers=headers)
+        # Airflow logs a write on its event loop, which blocks until another request's transaction ends; that
+        # one ends on the same loop, so both wait until SQLite gives up. One write at a time of ours avoids
+        # most of it.
+        with self._writing if method != "GET" else contextlib.nullcontext():
+            return self._client.request(method, f"/api/v2{path}", json=body, params=query, headers=headers)
 
 
 def _is_locked(answer: httpx.Response) -> bool:

@@ -19,8 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,7 @@ from typing import Literal, Self
 import httpx
 import psutil
 
-from envscaler_airflow.testing.airflow_api import AirflowApi
+from envscaler_airflow.testing.airflow_api import AirflowApi, T
 
 Component = Literal["api-server", "scheduler", "dag-processor", "triggerer"]
 COMPONENTS: tuple[Component, ...] = ("api-server", "scheduler", "dag-processor", "triggerer")
@@ -62,6 +63,13 @@ _INTERVALS: dict[str, dict[str, object]] = {
 """Timeouts in seconds and retry counts of a temporary Airflow. Chosen: every wait takes seconds."""
 _START_S = 600.0
 """Longest start, seconds. Chosen: twice what it took on two cores that ten other processes used."""
+_LOCKED_S: dict[Component, float] = dict.fromkeys(COMPONENTS, 60.0) | {"api-server": 2.0}
+"""Longest wait for a database that is being written, seconds; afterwards a scheduler ends, and sqlite3's own
+5 s are too few on two busy cores. Two requests of one API server can wait for each other until one gives up:
+soon, as clients repeat what then fails. Chosen.
+"""
+_RESTARTS = 5
+"""How often components are started again. Chosen: more would hide that one cannot run."""
 _GRACE_S = 5.0
 """Seconds from the request to the kill. Chosen: a temporary Airflow has nothing to save."""
 
@@ -97,6 +105,9 @@ class AirflowServices(AirflowApi):
         _write_config(self.home / "airflow.cfg", settings)
         self.env = _environment(self.home) | dict(env or {})
         self._started: dict[Component, subprocess.Popen[bytes]] = {}
+        self._killed: set[int] = set()
+        self._restarts_left = 0
+        self._keeping = threading.Lock()
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, *, timeout_s: float = _START_S) -> Self:
@@ -115,6 +126,7 @@ class AirflowServices(AirflowApi):
         except BaseException:
             self.stop()
             raise
+        self._restarts_left = _RESTARTS
         return self
 
     def __enter__(self) -> Self:
@@ -152,6 +164,7 @@ class AirflowServices(AirflowApi):
         SIGKILL returns when all are gone.
         """
         process = self._started[component]
+        self._killed.add(process.pid)
         if sig != signal.SIGKILL:
             process.send_signal(sig)
             return
@@ -232,14 +245,18 @@ class AirflowServices(AirflowApi):
             raise RuntimeError(f"airflow {' '.join(arguments)}: exit code {code}\n{_tail(log)}")
 
     def _launch(self, component: Component) -> None:
-        self._started[component] = self._airflow(self.log(component), component)
+        place = f"sqlite:///{self.home}/airflow.db?timeout={_LOCKED_S[component]:g}"
+        env = {"AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": place}
+        self._started[component] = self._airflow(self.log(component), component, env=env)
         note_session(self.home, self._started[component].pid)
 
-    def _airflow(self, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    def _airflow(
+        self, log: Path, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         with log.open("ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-m", "airflow", *arguments],
-                env=self.env,
+                env=self.env | dict(env or {}),
                 cwd=self.home,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -249,6 +266,7 @@ class AirflowServices(AirflowApi):
 
     def _end(self, *components: Component) -> None:
         for component in components:
+            self._killed.add(self._started[component].pid)
             self._started[component].send_signal(signal.SIGTERM)
         give_up = time.monotonic() + _GRACE_S
         for component in components:
@@ -256,12 +274,42 @@ class AirflowServices(AirflowApi):
                 self._started[component].wait(timeout=max(0.0, give_up - time.monotonic()))
             self.kill(component, signal.SIGKILL)
 
+    def wait(self, ask: Callable[[], T | None], *, timeout_s: float, what: str, every_s: float = 0.5) -> T:
+        """The first true result of *ask*, as :meth:`.AirflowApi.wait` returns it; see :meth:`keep_up`.
+
+        Raises:
+            RuntimeError: A component ended by itself too often; the end of its log is in the message.
+            TimeoutError: There was none within *timeout_s*; names *what* was waited for.
+        """
+
+        def look() -> T | None:
+            self.keep_up()
+            return ask()
+
+        return super().wait(look, timeout_s=timeout_s, what=what, every_s=every_s)
+
+    def keep_up(self) -> None:
+        """Start components again that ended by themselves, as every deployment of Airflow does.
+
+        A scheduler ends when the row of a DAG run disappears while it reads it, for example. Any thread may
+        call this.
+
+        Raises:
+            RuntimeError: One ended for the last of several times; the end of its log is in the message.
+        """
+        with self._keeping:
+            for component, process in list(self._started.items()):
+                if process.pid in self._killed or process.poll() is None:
+                    continue
+                if self._restarts_left == 0:
+                    raise RuntimeError(
+                        f"{component}: exit code {process.returncode}\n{_tail(self.log(component))}"
+                    )
+                self._restarts_left -= 1
+                self.kill(component)  # the rest of its session
+                self._launch(component)
+
     def _is_healthy(self) -> bool:
-        for component, process in self._started.items():
-            if process.poll() is not None:
-                raise RuntimeError(
-                    f"{component}: exit code {process.returncode}\n{_tail(self.log(component))}"
-                )
         try:
             found = self.health()
         except httpx.HTTPError:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from envscaler_airflow.testing.airflow_services import AirflowServices
 
 
@@ -29,4 +32,14 @@ def test_a_deferred_task_goes_on_after_the_triggerer_was_killed(airflow: Airflow
     airflow.restart("triggerer")
 
     assert survivors == []
+    assert airflow.wait_for_run("plain", run_id) == "success"
+
+
+def test_a_component_that_ends_by_itself_is_started_again(airflow: AirflowServices):
+    """As in a deployment; the run continues without a word from its user."""
+    run_id = airflow.trigger_dag("plain", conf={"seconds": 6})
+    airflow.wait_for_task("plain", run_id, "defers", "deferred")
+
+    os.kill(airflow.pids("triggerer")[0], signal.SIGKILL)
+
     assert airflow.wait_for_run("plain", run_id) == "success"

@@ -26,7 +26,7 @@ from envscaler_airflow.triggers import scaling_checks
 def test_one_watch_serves_every_attempt_of_a_namespace(cluster, connect):
     """Two lists and two watches for any number of readers; a cut watch and an old version cost one more.
 
-    A Job that the watch has not shown yet is asked for by its own name, so calls are counted from then on.
+    A Job that the watch has not shown yet is requested by its own name, so calls are counted from then on.
     """
     backend = connect(watches=True)
     handles = [backend.submit(request_for(attempt=number)) for number in range(1, 6)]

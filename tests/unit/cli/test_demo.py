@@ -420,7 +420,7 @@ def test_a_failure_keeps_the_ui_up_where_that_was_asked_for(tmp_path, monkeypatc
     """With SERVE=1 a user looks at the failure; without it the failure ends the demo (F3)."""
     served = []
     monkeypatch.setattr("envscaler_airflow.cli.demo.AirflowServices", Broken)
-    monkeypatch.setattr(Demo, "_serve", lambda _self, url: served.append(url))
+    monkeypatch.setattr(Demo, "_serve", lambda _self, airflow: served.append(airflow.url))
     made = Demo(tmp_path, tmp_path, _console(), demo_places.ThisMachine(tmp_path), {})
 
     if serve:
@@ -439,6 +439,9 @@ class Busy:
     def __init__(self):
         """Start without questions."""
         self.asked = 0
+
+    def keep_up(self):
+        """Everything runs."""
 
     def run_state(self, *_args):
         """The state of the DAG run."""
