@@ -163,6 +163,7 @@ class Progress(Message):
         samples: Samples seen in this generation, including restored ones.
         tokens: Tokens seen by this attempt; a checkpoint does not contain their count.
         batch: Global batch size of the last step, samples.
+        micro_batches: Passes that each rank accumulates in a step; None counts as one.
         loss: Last reported loss (may be negative; NaN is reported as None with ``loss_is_nan``).
         loss_is_nan: True when the last loss was NaN or infinite.
         accuracy: Last reported accuracy, in [0, 1] or per cent, as the training reports it.
@@ -187,6 +188,7 @@ class Progress(Message):
     samples: Optional[int] = None
     tokens: Optional[int] = None
     batch: Optional[int] = None
+    micro_batches: Optional[int] = None
     loss: Optional[float] = None
     loss_is_nan: Optional[bool] = None
     accuracy: Optional[float] = None

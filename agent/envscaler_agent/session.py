@@ -59,7 +59,8 @@ LOCAL_EVERY: Mapping[str, float] = {"seconds": 600}
 """Interval of periodic saves with ``local_dir`` and without a spool. Chosen: as ``checkpoint.every: 10m``."""
 GIVEN_UP = "the first rank gave it up"
 _EXITS = {rk.DRAIN: EXIT_DRAINED, rk.STOP: EXIT_STOPPED}
-_COUNTS = {"step", "epoch", "total_steps", "epochs", "samples", "tokens", "batch", "repeated_samples"}
+_COUNTS = {"step", "epoch", "total_steps", "epochs", "samples", "tokens"}
+_COUNTS |= {"batch", "micro_batches", "repeated_samples"}
 _WANTS = {"checkpoint": rk.SAVE, "drain": rk.DRAIN, "stop": rk.STOP}
 
 
@@ -112,6 +113,9 @@ class Session:
         self._pid = os.getpid()
         self.steps = self.epoch = self._tokens = self._samples = self._restored_samples = 0
         self._said: Dict[str, Any] = {"total_steps": total_steps, "epochs": epochs}
+        passes = os.environ.get("ENVSCALER_GRADIENT_ACCUMULATION", "")
+        if passes.isdigit():
+            self._said["micro_batches"] = int(passes)
         self._batch: Optional[int] = None
         self._loss: Any = None
         self._accuracy: Any = None
@@ -237,12 +241,12 @@ class Session:
         self._write(now)
 
     def report(self, **fields: Optional[float]) -> None:
-        """Report ``noise_scale``, ``repeated_samples``, ``total_steps`` or ``epochs``.
+        """Report ``noise_scale``, ``micro_batches``, ``repeated_samples``, ``total_steps`` or ``epochs``.
 
         Raises:
             ValueError: Another name.
         """
-        unknown = set(fields) - {"noise_scale", "repeated_samples", "total_steps", "epochs"}
+        unknown = set(fields) - {"noise_scale", "micro_batches", "repeated_samples", "total_steps", "epochs"}
         if unknown:
             raise ValueError(f"report: unknown {sorted(unknown)}")
         self._said.update(fields)

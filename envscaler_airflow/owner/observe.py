@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from envscaler_agent.protocol import Progress, Status
+from envscaler_agent.protocol import Status
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.catalog.packaged import gpu_facts
 from envscaler_airflow.envspec import EnvSpec
@@ -17,6 +17,7 @@ from envscaler_airflow.owner.stage_knowledge import START_S, START_STDEV_S
 from envscaler_airflow.planning import Allocation, Knowledge, Overheads, Speed, measure, merged
 from envscaler_airflow.planning.knowledge import machine_name
 from envscaler_airflow.run import AttemptState, RunState
+from envscaler_airflow.run.measured import step_of
 from envscaler_airflow.scaling import (
     Ask,
     Check,
@@ -411,11 +412,7 @@ class ScalingWatcher:
     ) -> dict[str, Measured]:
         """Return the steps by allocation, of this generation with *step* included, else of earlier runs."""
         earlier = ((place.name, self._known.steps.get(machine_name(place))) for place in places)
-        known = {
-            name: Measured(one.batch, one.step_s, one.sync_s, one.noise_scale)
-            for name, one in earlier
-            if one is not None
-        }
+        known = {name: Measured.of(one) for name, one in earlier if one is not None}
         known |= self._memory.measured if self._memory.generation == live.generation else {}
         if step is not None:
             known[live.allocation.name] = averaged(known.get(live.allocation.name), step)
@@ -464,19 +461,8 @@ def _new_step(mine: _Attempt, head: Status | None) -> Measured | None:
     if head is None or head.phase != "running" or mine.looked_at == (head.claim, head.sequence):
         return None
     mine.looked_at = (head.claim, head.sequence)
-    return _step_of(head.progress)
-
-
-def _step_of(progress: Progress) -> Measured | None:
-    """Return a step as the training measures it; None if it does not report its batch and time.
-
-    Unreported synchronization counts as zero. What several GPUs take longer than one is learned from the
-    measured steps.
-    """
-    if not progress.batch or not progress.step_time_s:
-        return None
-    sync_s = min(progress.sync_time_s or 0.0, progress.step_time_s)
-    return Measured(progress.batch, progress.step_time_s, sync_s, progress.noise_scale)
+    step = step_of(head.progress)
+    return None if step is None else Measured.of(step)
 
 
 def _gpu_speeds(places: Iterable[Allocation]) -> dict[str, float]:

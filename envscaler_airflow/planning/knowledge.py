@@ -22,12 +22,14 @@ class StepTime(Record):
         step_s: Mean seconds of a step.
         sync_s: The part of it that is synchronization.
         noise_scale: Gradient noise scale at that time; None: not reported.
+        micro_batches: Number that each GPU accumulates in the step.
     """
 
     batch: int
     step_s: Positive[float]
     sync_s: NotNegative[float] = 0.0
     noise_scale: NotNegative[float] | None = None
+    micro_batches: Positive[int] = 1
 
 
 @dataclass(frozen=True, slots=True)

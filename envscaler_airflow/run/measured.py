@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from envscaler_agent.protocol import Status
+from envscaler_agent.protocol import Progress, Status
 from envscaler_airflow.planning.knowledge import Knowledge, StepTime, machine_name
 from envscaler_airflow.planning.performance import ONE_WINDOW_STDEV, Speed, merged
 from envscaler_airflow.planning.profile import MOST_KEYS, Losses, RunProfile, Usage
@@ -175,13 +175,23 @@ def _work(
 def _steps(statuses: Iterable[tuple[AttemptState, Sequence[Status]]]) -> dict[str, StepTime]:
     found = {}
     for attempt, reported in statuses:
-        progress = reported[0].progress if reported else None
-        if progress is None or attempt.earlier or not progress.batch or not progress.step_time_s:
-            continue
-        sync_s = min(progress.sync_time_s or 0.0, progress.step_time_s)
-        name = machine_name(attempt.allocation)
-        found[name] = StepTime(progress.batch, progress.step_time_s, sync_s, progress.noise_scale)
+        step = step_of(reported[0].progress) if reported and not attempt.earlier else None
+        if step is not None:
+            found[machine_name(attempt.allocation)] = step
     return found
+
+
+def step_of(progress: Progress) -> StepTime | None:
+    """A step as the training measures it; None if it does not report its batch and time.
+
+    Unreported synchronization counts as zero. What several GPUs take longer than one is learned from the
+    measured steps.
+    """
+    if not progress.batch or not progress.step_time_s:
+        return None
+    sync_s = min(progress.sync_time_s or 0.0, progress.step_time_s)
+    passes = max(1, progress.micro_batches or 1)
+    return StepTime(progress.batch, progress.step_time_s, sync_s, progress.noise_scale, passes)
 
 
 def _noise(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from envscaler_airflow.planning import Allocation, Estimate, Speed, estimate, known_speeds, matched
 from envscaler_airflow.planning.offers import losses_per_hour
 from envscaler_airflow.scaling.decision import Policy
-from envscaler_airflow.scaling.explore import Learner, Measured, Shape, foreseen
+from envscaler_airflow.scaling.explore import Learner, Measured, Shape, foreseen, prior_for
 from envscaler_airflow.scaling.observation import Observation
 
 
@@ -49,7 +49,7 @@ def learned(observation: Observation, shapes: Mapping[str, Shape]) -> dict[str, 
         if item.offer.gpu_name is not None and item.offer.gpu_memory_gb
     }
     least, most = observation.batches or (step.batch, step.batch)
-    learner = Learner(least, most, observation.gpu_speeds, memory)
+    learner = Learner(least, most, observation.gpu_speeds, memory, prior_for(least, most))
     learner.learn_all(
         {
             shapes[name]: one

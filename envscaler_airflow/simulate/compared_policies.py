@@ -14,7 +14,7 @@ from envscaler_airflow.scaling.deadline.spot_job import (
     is_safe,
     may_ask,
 )
-from envscaler_airflow.scaling.explore import Learner, Measured, Shape
+from envscaler_airflow.scaling.explore import Learner, Measured, Shape, prior_for
 from envscaler_airflow.simulate.elastic import Config, ElasticJob, ElasticView
 
 if TYPE_CHECKING:
@@ -107,12 +107,20 @@ class Pollux(_Ladder):
         """Forget the previous job."""
         super().begin(job)
         model = job.model
-        self._learner = Learner(model.init_batch, model.max_batch, model.bandwidth_gbs, model.memory_gb)
+        self._learner = Learner(
+            model.init_batch,
+            model.max_batch,
+            model.bandwidth_gbs,
+            model.memory_gb,
+            prior_for(model.init_batch, model.max_batch),
+        )
 
     def choose(self, view: ElasticView) -> Config:
         """The largest count inside the band."""
         here = Shape(view.config.gpu, view.config.nodes, view.config.gpus)
-        self._learner.learn(here, Measured(view.batch, view.step_s, view.sync_s, view.noise_scale))
+        self._learner.learn(
+            here, Measured(view.batch, view.step_s, view.sync_s, view.noise_scale, view.micro_batches)
+        )
         if self._is_new(view):
             return view.config
         one = self._learner.rate(Shape(view.config.gpu, 1, 1), view.noise_scale)[0]

@@ -50,6 +50,7 @@ class Step:
     batch: int
     step_s: float
     sync_s: float
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         """Reject a step that takes no time."""
@@ -154,7 +155,7 @@ def _accumulated(steps: Sequence[Step], batch: int) -> Step | None:
     share = 1.0 if high == low else (part - low.batch) / (high.batch - low.batch)
     step_s = low.step_s + share * (high.step_s - low.step_s)
     sync_s = min(low.sync_s + share * (high.sync_s - low.sync_s), step_s)
-    return Step(batch, times * (step_s - sync_s) + sync_s, sync_s)
+    return Step(batch, times * (step_s - sync_s) + sync_s, sync_s, times)
 
 
 def load_models(folder: Path, types: Sequence[str]) -> dict[str, Model]:
@@ -373,6 +374,7 @@ class ElasticView:
     epoch: int
     began_s: float
     began_with: float
+    micro_batches: int = 1
 
 
 class ElasticPolicy(Protocol):
@@ -461,6 +463,7 @@ class ElasticTraining:
             self._total - self.done,
             epoch,
             *self._began,
+            step.micro_batches,
         )
 
     def _pass(self, seconds: float) -> None:

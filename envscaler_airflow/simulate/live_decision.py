@@ -69,7 +69,7 @@ class LiveDecision:
         del self._points[:-MAX_POINTS]
         speed = merged(self._earlier, measure(self._points))
         total = view.work_done + view.work_left
-        step = Measured(view.batch, view.step_s, view.sync_s, view.noise_scale)
+        step = Measured(view.batch, view.step_s, view.sync_s, view.noise_scale, view.micro_batches)
         history = memory.history.after(place.name, moves=self._moves, done=view.work_done / total, step=step)
         before = memory.measured.get(place.name)
         return replace(

@@ -77,6 +77,7 @@ class AcceleratedSession:
     def __enter__(self) -> Self:
         """Begin to report."""
         self.session.__enter__()
+        self.session.report(micro_batches=self._accelerator.gradient_accumulation_steps)
         self.session.phase("training")
         return self
 

@@ -77,6 +77,7 @@ class SessionCallback(Callback):
         self.session.report(
             total_steps=steps if isinstance(steps, int) and steps > 0 else None,
             epochs=epochs if epochs is not None and epochs > 0 else None,
+            micro_batches=trainer.accumulate_grad_batches,
         )
         self.session.phase("training")
 

@@ -84,7 +84,11 @@ class SessionCallback(TrainerCallback):
             )
         self._has_begun = True
         self.session.__enter__()
-        self.session.report(total_steps=state.max_steps, epochs=args.num_train_epochs)
+        self.session.report(
+            total_steps=state.max_steps,
+            epochs=args.num_train_epochs,
+            micro_batches=args.gradient_accumulation_steps,
+        )
         self.session.phase("training")
 
     def on_log(self, *_: Any, logs: Optional[Any] = None, **__: Any) -> None:

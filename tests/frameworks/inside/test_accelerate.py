@@ -110,6 +110,7 @@ def test_accumulated_gradients_count_as_one_step(rig):
 
     progress = rig.said().progress
     assert (progress.step, progress.samples, progress.batch) == (9, 72, 8)
+    assert progress.micro_batches == 2
 
 
 def test_asked_to_leave_it_saves_and_ends(rig):

@@ -87,7 +87,7 @@ def test_gradient_accumulation_counts_steps_of_the_optimizer(rig, tmp_path):
 
     progress = rig.said().progress
     assert (progress.step, progress.samples, progress.batch) == (6, 24, 4)
-    assert (progress.total_steps, progress.epochs) == (6, 2)
+    assert (progress.total_steps, progress.epochs, progress.micro_batches) == (6, 2, 2)
 
 
 @pytest.mark.parametrize(("every", "only_model"), [(2, False), (3, False), (6, True)])

@@ -289,6 +289,20 @@ def test_facts_of_the_trainings_own_are_passed_on(rig):
     assert (progress.noise_scale, progress.repeated_samples) == (512.0, 3)
 
 
+@pytest.mark.parametrize(("given", "said", "expected"), [("4", None, 4), ("4", 2, 2), ("", None, None)])
+def test_passes_of_a_step_are_those_of_the_training_else_those_of_its_size(
+    rig, monkeypatch, given, said, expected
+):
+    """``distributed.global_batch`` sets a variable, by which the training accumulates."""
+    monkeypatch.setenv("ENVSCALER_GRADIENT_ACCUMULATION", given)
+    with rig.session() as session:
+        if said:
+            session.report(micro_batches=said)
+        session.step()
+
+    assert rig.said().progress.micro_batches == expected
+
+
 def test_a_forked_worker_writes_nothing(rig, monkeypatch):
     """A data loader inherits the session; its numbers are not the training's."""
     with rig.session() as session:

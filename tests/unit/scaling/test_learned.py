@@ -9,7 +9,7 @@ import pytest
 from envscaler_airflow.planning import Allocation, Offer, Speed
 from envscaler_airflow.scaling import Observation, Policy, decide, remember
 from envscaler_airflow.scaling.decision import Check
-from envscaler_airflow.scaling.explore import Measured
+from envscaler_airflow.scaling.explore import Learner, Measured, Shape, prior_for
 from envscaler_airflow.scaling.outlook import learned, outlook
 
 T4 = Offer("aws", "r", "g4", "on-demand", vcpus=4, memory_gib=16, gpu_name="T4", gpus=1, usd_per_hour=1.0)
@@ -107,3 +107,41 @@ def test_steps_that_no_machine_makes_teach_nothing():
 
     assert learned(seen, outlook(seen, Policy()).shapes) == {}
     assert decide(seen, Policy(max_nodes=4)).action == "keep"
+
+
+def rates(measured, *shapes):
+    """Progress per second on *shapes*, relative to the measured single T4."""
+    learner = Learner(256, 256, {}, prior=prior_for(256, 256))
+    learner.learn(Shape("T4", 1, 1), measured)
+    one = learner.rate(Shape("T4", 1, 1), None)[0]
+    return [learner.rate(shape, None)[0] / one for shape in shapes]
+
+
+def test_a_gpu_that_accumulates_gains_from_more_of_them():
+    """Eight passes of half a second: four GPUs make two each, and synchronize as after one pass."""
+    accumulated = Measured(batch=256, step_s=4.0, sync_s=0.0, micro_batches=8)
+
+    [four] = rates(accumulated, Shape("T4", 1, 4))
+
+    assert 3.9 < four < 4.0
+
+
+def test_a_micro_batch_costs_its_fixed_part_however_small_it_is():
+    """On 16 GPUs half a micro-batch is left for each: less than half of its time is saved."""
+    accumulated = Measured(batch=256, step_s=4.0, sync_s=0.0, micro_batches=8)
+
+    eight, sixteen = rates(accumulated, Shape("T4", 1, 8), Shape("T4", 1, 16))
+
+    assert 7.5 < eight < 8.0
+    assert 11.0 < sixteen < 12.0
+
+
+def test_who_keeps_the_batch_is_expected_to_synchronize_little():
+    """A batch of the user's own choice keeps a GPU busy, the smallest of a range does not (B6)."""
+    own, smallest = prior_for(256, 256), prior_for(32, 512)
+
+    [two] = rates(Measured(batch=256, step_s=0.5, sync_s=0.0), Shape("T4", 1, 2))
+
+    assert own.sync < smallest.sync
+    assert own.sync_stdev > smallest.sync_stdev
+    assert 1.4 < two < 1.7
