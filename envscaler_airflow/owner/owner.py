@@ -441,7 +441,9 @@ class Releaser:
         now = self._owned.run.now()
         for attempt in state.attempts:
             why = self._waits.get(attempt.key)
-            if why is not None and attempt.ended_at is not None and now - attempt.ended_at < RELEASE_S:
+            if why is None or attempt.ended_at is None:
+                continue
+            if now - max(attempt.ended_at, state.owner_at) < RELEASE_S:  # a later try tries as long again
                 watching = Watching(state.number, state.generation, backoff_s=RELEASE_EVERY_S)
                 return Waiting(watching, f"attempt {attempt.number} has ended and is not released: {why}")
         return None

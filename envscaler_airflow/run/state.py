@@ -193,6 +193,7 @@ class RunState(Record):
         begun_by: Actor that began it.
         owner: Actor that may act.
         owner_number: Number of the event by which it became the owner.
+        owner_at: Time of that event.
         cleared_number: Number of the event by which the task was last cleared, or the generation began.
             Failures count from there on.
         overridden_number: Stops requested up to this event are overridden by that clear.
@@ -219,6 +220,7 @@ class RunState(Record):
     begun_at: float | None = None
     owner: Actor | None = None
     owner_number: int = 0
+    owner_at: float = 0.0
     cleared_number: int = 0
     overridden_number: int = 0
     spec_hash: str = ""
@@ -338,6 +340,7 @@ def _new_generation(state: RunState, event: Event, body: bodies.NewGeneration) -
         begun_at=event.at,
         owner=event.actor,
         owner_number=event.number,
+        owner_at=event.at,
         cleared_number=event.number,
         overridden_number=kept[0].number - 1 if kept else event.number,
         spec_hash=body.spec_hash,
@@ -362,6 +365,7 @@ def _new_owner(state: RunState, event: Event, body: bodies.NewOwner) -> RunState
         state,
         owner=event.actor,
         owner_number=event.number,
+        owner_at=event.at,
         spec_hash=body.spec_hash or state.spec_hash,
     )
     if not is_cleared(state, event.actor):

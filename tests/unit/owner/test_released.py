@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envscaler_airflow.errors import BackendError
+from envscaler_airflow.errors import BackendError, BudgetError
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.report import run_report
 from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
@@ -84,6 +84,26 @@ def test_a_result_waits_a_moment_for_its_machines_and_not_for_ever(world):
     assert "is not released: the API server does not answer" in first.reason
     assert first.watching.backoff_s == 30.0
     assert isinstance(second, Delivered)
+    assert world.state.attempts[0].unreleased == ""
+
+
+def test_the_try_after_a_clear_waits_for_the_release_too(world):
+    """The run failed an hour ago; its last machine was not released then, and is now (A8)."""
+    owner = world.owner(budget_usd=0.04)
+    owner.enter()
+    world.clock.advance(3600)
+    world.backend.lose(world.handle)
+    with pytest.raises(BudgetError):
+        owner.resume(Wake("status"))
+    world.clock.advance(3600)
+    world.backend.fail_next("release", AWAY)
+
+    cleared = world.owner(max_tries=7, budget_usd=0.04)
+    waiting = cleared.enter()
+
+    assert "is not released: the API server does not answer" in waiting.reason
+    with pytest.raises(BudgetError):
+        cleared.resume(Wake("backoff"))
     assert world.state.attempts[0].unreleased == ""
 
 
