@@ -375,8 +375,8 @@ class Invariants:
         row, last = outcome_of(ledger.state.failure), ledger.state.current
         if row.name == "setup-failed" and last is not None and last.key == (1, 1):
             return
-        if row.name == "deadline-exceeded" and self.money.is_spent(ledger):
-            return  # the machines end themselves when their part of the budget is spent
+        if row.name == "deadline-exceeded" and (self.money.is_spent(ledger) or _is_far_too_late(ledger)):
+            return  # machines end themselves when their part of the budget is spent, or far past the deadline
         is_blamed = ledger.state.status == "failed" and row.kind == "end" and row.caused_by == "user"
         if is_blamed and not any(fault.startswith(OF_THE_STAGE) for fault in self.world.struck):
             words = f"the run failed as {row.name}, and nothing of the stage did"
@@ -471,6 +471,14 @@ class Invariants:
             end = self.world.now if node.ended_at is None else node.ended_at
             if end > max(ledger.over_at, self.world.faults_ended_at or 0.0) + most_s:
                 fail("machines-end", f"{node.name} ran {end - ledger.over_at:.0f} s longer than its run")
+
+
+def _is_far_too_late(ledger: Ledger) -> bool:
+    """True if the last attempt ended after twice the stage's deadline."""
+    state, last = ledger.state, ledger.state.current
+    if state.begun.deadline_s is None or state.begun_at is None or last is None or last.ended_at is None:
+        return False
+    return last.ended_at - state.begun_at > 2 * state.begun.deadline_s
 
 
 def _brief(event: Event) -> str:
