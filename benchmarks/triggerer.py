@@ -60,8 +60,8 @@ from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import Actor, Event, Handle
 from envscaler_airflow.run.event_bodies import read_body
 from envscaler_airflow.store import RunKey, open_store
-from envscaler_airflow.store.claims import Claim
 from envscaler_airflow.store.events import event_name
+from envscaler_airflow.store.lease import Claim
 from envscaler_airflow.store.run import spec_name
 from envscaler_airflow.testing import FaultyStore
 from envscaler_airflow.triggers import scaling_checks, scaling_trigger, stage_watch

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, Optional, Type, Union
 
-from envscaler_agent import ranks as rk
 from envscaler_agent import saving
+from envscaler_agent import saving as rk
 from envscaler_agent import spool as ex
 from envscaler_agent.ending import EXIT_DRAINED, EXIT_STOPPED
 from envscaler_agent.errors import CheckpointError, ProtocolError

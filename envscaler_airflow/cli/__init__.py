@@ -13,9 +13,9 @@ from envscaler_airflow.cli.common import LazyGroup
 
 _PLACES = {
     "validate": "specs:validate",
-    "render": "render:render",
-    "registry": "registry_commands:registry",
-    "init": "registry_commands:init",
+    "render": "run_commands:render",
+    "registry": "specs:registry",
+    "init": "specs:init",
     "build": "images:build",
     "images": "images:images",
     "agent-wheel": "images:agent_wheel_command",

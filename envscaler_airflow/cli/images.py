@@ -25,18 +25,19 @@ from envscaler_airflow.images.build import (
     BuildOptions,
     Built,
     build_image,
+    build_sidecar_image,
     check_options,
     configured_bases,
     find_scanner,
     mirrors,
     push_image,
     scan_image,
+    sidecar_image_name,
 )
 from envscaler_airflow.images.builders import Access, Builder, Container, find_builder
 from envscaler_airflow.images.cuda import broken_for, software
 from envscaler_airflow.images.locks import apply_lock, find_conflicts, resolve
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
-from envscaler_airflow.images.sidecar_image import build_sidecar_image, sidecar_image_name
 from envscaler_airflow.images.targets import image_name
 from envscaler_airflow.store.run_store import open_store
 

@@ -54,7 +54,7 @@ from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.planning.table import OfferTable
 from envscaler_airflow.store import open_store
-from envscaler_airflow.store.stockouts import stockouts
+from envscaler_airflow.store.availability import stockouts
 
 SHOWN = 12
 """Lines of candidates, and half as many of the others, that a terminal shows. Chosen."""

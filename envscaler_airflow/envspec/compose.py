@@ -26,8 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from envscaler_airflow.envspec.documents import Node, read_file
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import Faults, Node, read_file
 from envscaler_airflow.errors import SpecError
 
 Registry = Callable[[str], "str | os.PathLike[str]"]

@@ -13,8 +13,7 @@ from typing import Any
 
 from envscaler_airflow.envspec import parameters as params
 from envscaler_airflow.envspec.compose import Composition, Registry, gather, merge, prune
-from envscaler_airflow.envspec.documents import Node, node_of
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import Faults, Node, node_of
 from envscaler_airflow.envspec.gpus import MEMORY_GB, is_share, nearest
 from envscaler_airflow.envspec.models import UNHASHED_FIELDS, EnvSpec
 from envscaler_airflow.envspec.secret_forms import has_secret_shape, has_userinfo

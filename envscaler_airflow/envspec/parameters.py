@@ -15,8 +15,7 @@ from typing import Any
 
 from envscaler_airflow.envspec import patterns
 from envscaler_airflow.envspec.compose import Registry, gather, merge
-from envscaler_airflow.envspec.documents import Node
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import Faults, Node
 from envscaler_airflow.envspec.quantities import cpu_cores, duration_s, memory_bytes
 from envscaler_airflow.envspec.secret_forms import (
     has_secret_shape,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from envscaler_airflow.envspec.documents import Node
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import Faults, Node
 from envscaler_airflow.envspec.secret_forms import (
     has_secret_shape,
     has_userinfo,

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from envscaler_airflow.envspec.documents import Node, node_of
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import Faults, Node, node_of
 
 _SHELL = re.compile(r"[|&;<>`]|\$\(")
 _EXPRESSION = re.compile(r"\{\{.*?\}\}", re.DOTALL)

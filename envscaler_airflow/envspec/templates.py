@@ -23,8 +23,7 @@ from jinja2 import StrictUndefined, TemplateError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from envscaler_airflow.envspec import patterns
-from envscaler_airflow.envspec.documents import Node
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import Faults, Node
 from envscaler_airflow.envspec.parameters import BROKEN, MAX_NUMBER, Parameter
 from envscaler_airflow.envspec.secrets import ScriptKind, scripts
 

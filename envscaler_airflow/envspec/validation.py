@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from envscaler_airflow.envspec.documents import MAX_DEPTH, Node, node_of
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import MAX_DEPTH, Faults, Node, node_of
 from envscaler_airflow.envspec.models import RESOLVED_FIELDS, EnvSpec
 from envscaler_airflow.envspec.secret_forms import looks_secret
 from envscaler_airflow.errors import SpecError

@@ -16,7 +16,7 @@ from pathlib import Path
 from envscaler_airflow.backends import backend_type
 from envscaler_airflow.backends.local.machine import USABLE_MEMORY, this_machine
 from envscaler_airflow.backends.local.machine import Gpu as MachineGpu
-from envscaler_airflow.backends.local.volumes import exists, volume_faults
+from envscaler_airflow.backends.local.node_plan import exists, volume_faults
 from envscaler_airflow.envspec.loading import targets
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.resources import GIB, Gpu, Resources

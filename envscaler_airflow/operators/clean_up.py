@@ -60,8 +60,11 @@ class ReapOperator(BaseOperator):
     def execute(self, context: Context) -> list[dict[str, str]]:
         """Return the names of what was removed, and why."""
         del context
-        from envscaler_airflow.hooks.compute import compute_place, open_backend  # noqa: PLC0415  (DAG files do without)
-        from envscaler_airflow.hooks.settings import store_place  # noqa: PLC0415  (as above)
+        from envscaler_airflow.hooks.settings import (  # noqa: PLC0415  (DAG files do without)
+            compute_place,
+            open_backend,
+            store_place,
+        )
         from envscaler_airflow.hooks.states import why_over  # noqa: PLC0415  (as above)
         from envscaler_airflow.owner.reap import reap  # noqa: PLC0415  (as above)
 

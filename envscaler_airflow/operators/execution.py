@@ -17,8 +17,7 @@ from airflow.sdk.execution_time.context import NEVER_EXPIRE
 
 from envscaler_airflow.backends.base import Backend
 from envscaler_airflow.errors import EnvScalerError, ProtocolError, StoreError
-from envscaler_airflow.hooks.compute import open_backend
-from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.hooks.settings import open_backend, store_place
 from envscaler_airflow.hooks.states import task_state
 from envscaler_airflow.owner.owner import Owner
 from envscaler_airflow.owner.request import accept_delivery

@@ -147,7 +147,7 @@ class EnvStageOperator(_Connected):
     @property
     def compute_place(self) -> str:
         """Return backend and connection in one text, as triggers store it."""
-        from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.hooks.settings import compute_place  # noqa: PLC0415  (DAG files do without)
 
         return compute_place(self.compute, self.conn_id)
 

@@ -35,9 +35,9 @@ from envscaler_airflow.planning.requirements import Misfit
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.run import AttemptState, RunState
 from envscaler_airflow.scaling.from_spec import speedup_warning
+from envscaler_airflow.store.availability import stockouts
 from envscaler_airflow.store.run import PLAN, Run
 from envscaler_airflow.store.run_store import Store
-from envscaler_airflow.store.stockouts import stockouts
 
 
 def warnings_of(spec: EnvSpec, offers: Sequence[Offer]) -> list[str]:

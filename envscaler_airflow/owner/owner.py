@@ -60,9 +60,9 @@ from envscaler_airflow.run import (
 )
 from envscaler_airflow.run import event_bodies as bodies
 from envscaler_airflow.run.event_bodies import AttemptReleased, ReleaseFailed
+from envscaler_airflow.store.availability import forget
 from envscaler_airflow.store.outputs import output_prefix
 from envscaler_airflow.store.run import RESULT, Run
-from envscaler_airflow.store.stockouts import forget
 
 log = logging.getLogger(__name__)
 

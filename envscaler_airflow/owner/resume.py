@@ -25,10 +25,9 @@ from envscaler_airflow.scaling import StartFacts, all_policies, policy_of
 from envscaler_airflow.scaling.deadline import Hazard, Market, MarketView, Risk, Table, Zone, decide_market
 from envscaler_airflow.scaling.deadline.policy import DEADLINE, high_s, opened_table, spot_of
 from envscaler_airflow.scaling.deadline.spot_market import IDLE_LOOK_S, LOOK_S, TICK_S
-from envscaler_airflow.store.availability import Seen, read_seen, write_seen
+from envscaler_airflow.store.availability import Seen, read_seen, stockouts, write_seen
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.run_store import Store
-from envscaler_airflow.store.stockouts import stockouts
 
 SPREAD = 0.1
 """Relative stdev of a speed that was measured for a minute; it falls with the root of the time. Chosen: with

@@ -28,10 +28,10 @@ from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.run import Action, AttemptState, Handle, RunState
 from envscaler_airflow.run.event_bodies import AttemptEnded, AttemptIntended, AttemptStarted, Failed
 from envscaler_airflow.scaling import StartFacts, all_policies, policy_of
+from envscaler_airflow.store.availability import remember
 from envscaler_airflow.store.checkpoints import complete_checkpoints, read_control
-from envscaler_airflow.store.claims import creates_exclusively
+from envscaler_airflow.store.lease import creates_exclusively
 from envscaler_airflow.store.run_store import Store
-from envscaler_airflow.store.stockouts import remember
 
 log = logging.getLogger(__name__)
 

@@ -214,7 +214,7 @@ class ScalingSensor(BaseSensorOperator):
 
     def _compute(self, context: Context) -> str:
         """Return backend and connection of the stage, in one text."""
-        from envscaler_airflow.hooks.compute import compute_place  # noqa: PLC0415  (DAG files do without)
+        from envscaler_airflow.hooks.settings import compute_place  # noqa: PLC0415  (DAG files do without)
 
         compute = self.compute or self._of_stage("compute", context) or "local"
         return compute_place(compute, self._of_stage("conn_id", context))

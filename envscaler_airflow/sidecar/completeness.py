@@ -29,9 +29,8 @@ from typing import IO, Any, cast
 from envscaler_agent.protocol import Progress
 from envscaler_airflow.errors import CheckpointError
 from envscaler_airflow.sidecar import saver_layouts
-from envscaler_airflow.sidecar import tree as trees
-from envscaler_airflow.sidecar.saver_layouts import Unit
-from envscaler_airflow.sidecar.tree import Tree
+from envscaler_airflow.sidecar import saver_layouts as trees
+from envscaler_airflow.sidecar.saver_layouts import Tree, Unit
 from envscaler_airflow.store.manifests import ChangedError, TreeFile
 
 _MAX_HEADER_BYTES = 100 << 20  # source: safetensors, MAX_HEADER_SIZE

@@ -17,7 +17,7 @@ import tenacity
 from envscaler_agent.protocol import Ended, Transfer
 from envscaler_airflow.errors import CheckpointError, EnvScalerError, ProtocolError, StoreError
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory, Spool
-from envscaler_airflow.store.claims import newest_claim
+from envscaler_airflow.store.lease import newest_claim
 from envscaler_airflow.store.root import Place
 from envscaler_airflow.store.run_store import Store
 from envscaler_airflow.store.transfer_progress import Moved

@@ -16,8 +16,7 @@ from envscaler_agent.protocol import Control
 from envscaler_airflow.errors import ProtocolError, StoreError
 from envscaler_airflow.sidecar.context import SidecarContext, UnheededError
 from envscaler_airflow.store.checkpoints import Fence, fence_of
-from envscaler_airflow.store.claims import Claim, take_claim
-from envscaler_airflow.store.lease import LeaseFile, LeaseWatch
+from envscaler_airflow.store.lease import Claim, LeaseFile, LeaseWatch, take_claim
 
 Standing = Fence | Literal["replaced"]
 """``replaced``: another pod has claimed the node since."""

@@ -25,7 +25,7 @@ from envscaler_agent.protocol import (
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError
 from envscaler_airflow.run import outcome_of
-from envscaler_airflow.sidecar import tree
+from envscaler_airflow.sidecar import saver_layouts
 from envscaler_airflow.sidecar.completeness import Settling
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.spool_state import AttemptNode
@@ -379,7 +379,7 @@ def _lay_back(context: SidecarContext, found: Restored) -> Restored:
 def _fingerprint(context: SidecarContext, target: Path) -> str:
     """Fingerprint of the restored files, so that they do not count as new."""
     settling = Settling(context.monotonic)
-    settling.look(tree.look(target, parent=context.place(target)), Progress())
+    settling.look(saver_layouts.look(target, parent=context.place(target)), Progress())
     return settling.select(is_over=True).fingerprint
 
 

@@ -1,39 +1,121 @@
-"""Which parts of a training's folder are complete, by the layout that its saver writes.
-
-Completeness is judged per unit: a file, or a folder whose content marks it as one saver's.
-
-- Hugging Face Trainer ``checkpoint-N/``: complete with a readable ``trainer_state.json``, which is written
-  last. The newest complete one counts, and the best one that it names; the step is N.
-- Accelerate and diffusers ``checkpoint-N/`` and ``checkpoint_N/`` (``save_state``): no such mark; complete
-  when quiet and with every file of the previous one. The newest complete one counts; the step is N of
-  ``checkpoint-N``, while Accelerate's automatic naming counts its saves in ``checkpoint_N``.
-- torch distributed checkpoints: ``.metadata`` not older than its shards. The newest numbered folder counts,
-  and every one without a number (``best/``).
-- DeepSpeed: the folder that the file ``latest`` beside it names, which rank 0 writes after all ranks' files
-  (engine.py of 0.19.8, ``save_checkpoint``).
-- Any other folder that is named like a save (``step_100``, ``epoch-3``, ``5``): complete when quiet and with
-  every file of the previous one.
-- Other files with the same number in one folder (``model_20.json`` and ``optimizer_20.pkl``): as such a
-  folder.
-- Any other file, such as Lightning's ``last.ckpt``: by itself.
-
-A unit that a symbolic link names (``latest``) counts with any number. A unit that a small text file names
-(``last_checkpoint``, ``checkpoint``) is complete if that file is not older: savers write such a file last.
-"""
+"""The folder that a training saves to, at one moment, and what of it is complete by its saver's layout."""
 
 from __future__ import annotations
 
 import bisect
 import json
+import posixpath
 import re
+import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+from dataclasses import dataclass, field, replace
+from os import stat_result
+from pathlib import Path, PurePosixPath
 
+from envscaler_agent.protocol import is_safe_link, is_safe_relative_path
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.sidecar import tree as trees
-from envscaler_airflow.sidecar.tree import Tree
-from envscaler_airflow.store.manifests import TreeFile
+from envscaler_airflow.store.manifests import Entries, TreeFile, tree_file
+from envscaler_airflow.store.root import Place, Root
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The content of a folder.
+
+    Attributes:
+        files: Regular files by path.
+        links: Path of each symbolic link that points inside the tree, to its relative target.
+        left_out: Path of each entry that cannot be kept, to the reason.
+    """
+
+    files: tuple[TreeFile, ...] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def look(folder: Path, *, parent: Place | None = None) -> Tree:
+    """Scan *folder* without following a link in it; files that vanish during the scan are left out.
+
+    Args:
+        folder: It may itself be a link to its neighbour.
+        parent: The parent folder, if it is known from before the training ran.
+
+    Raises:
+        CheckpointError: *folder* is a link to anything except its neighbour, or has more files and folders
+            than a manifest could list.
+        OSError: It is absent, or cannot be read.
+    """
+    root = Root.of(folder, parent=parent)
+    files: list[TreeFile] = []
+    links: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    many: dict[str, int] = {}
+    for path, facts in below(root):
+        if not is_safe_relative_path(path):
+            left_out[path] = "its name cannot be kept; rename it"
+        elif stat.S_ISLNK(facts.st_mode):
+            target = _inner_target(root, path)
+            if target is None:
+                left_out[path] = "a link that leads outside"
+            else:
+                links[path] = target
+        elif stat.S_ISREG(facts.st_mode):
+            many[path] = facts.st_nlink
+            files.append(tree_file(path, root, path, facts))
+    names = Counter(item.inode for item in files)
+    left_out |= {
+        item.path: "a hard link to a file outside" for item in files if many[item.path] > names[item.inode]
+    }
+    kept = [replace(item, names=names[item.inode]) for item in files if item.path not in left_out]
+    return Tree(tuple(sorted(kept, key=lambda item: item.path)), links, left_out)
+
+
+def below(root: Root) -> Iterator[tuple[str, stat_result]]:
+    """Paths and metadata of everything below *root* except folders.
+
+    A folder whose name cannot be kept is returned and not entered.
+
+    Raises:
+        CheckpointError: There are more files and folders than a manifest could list.
+        OSError: A folder cannot be read.
+    """
+    listed, waiting = Entries(root), [""]
+    while waiting:
+        here = waiting.pop()
+        for name, facts in listed.of(here):
+            path = posixpath.join(here, name)
+            if stat.S_ISDIR(facts.st_mode) and is_safe_relative_path(path):
+                waiting.append(path)
+            else:
+                yield path, facts
+
+
+def _inner_target(root: Root, path: str) -> str | None:
+    """Target of the link at *path*, relative to its own folder; None when it leads out of the tree."""
+    try:
+        target = root.read_link(path)
+        root.resolve(path)  # other links may be in the way
+    except (CheckpointError, OSError):
+        return None
+    for base in (str(root.path), *(str(alias) for alias in root.aliases)):
+        if target == base or target.startswith(f"{base}/"):
+            target = posixpath.relpath(target, posixpath.join(base, posixpath.dirname(path)))
+            break
+    target = posixpath.normpath(target)
+    return target if is_safe_link(path, target) else None
+
+
+def resolved(path: str, links: Mapping[str, str]) -> str:
+    """Path inside the tree that the link at *path* leads to, over other links; itself when in a circle."""
+    seen = {path}
+    while path in links:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(path), links[path]))
+        if path in seen:
+            break
+        seen.add(path)
+    return path
+
 
 _MAX_STATE_BYTES = 64 << 20  # trainer_state.json grows with the log history
 _MOST_POINTERS = 20  # newest small files that may name others; chosen: savers keep one or two
@@ -150,7 +232,7 @@ def units(tree: Tree) -> tuple[Unit, ...]:
 def wanted(known: Iterable[Unit], is_whole: Callable[[Unit], bool], links: Mapping[str, str]) -> list[Unit]:
     """Those of *known* that belong in a snapshot: complete, and of some families only the newest."""
     whole = [unit for unit in known if is_whole(unit)]
-    pointed = {trees.resolved(path, links) for path in links}
+    pointed = {resolved(path, links) for path in links}
     newest: dict[tuple[str, str], Unit] = {}
     for unit in whole:
         key = (unit.kind, str(PurePosixPath(unit.name).parent))

@@ -22,7 +22,7 @@ from envscaler_agent.protocol import Control, Manifest
 from envscaler_airflow.errors import CheckpointError, ProtocolError, SpecError, StoreError
 from envscaler_airflow.launch import SessionSettings
 from envscaler_airflow.local_files import write_atomic
-from envscaler_airflow.sidecar import owner_watch, tree
+from envscaler_airflow.sidecar import owner_watch, saver_layouts
 from envscaler_airflow.sidecar.context import SetupCancelledError, SidecarContext
 from envscaler_airflow.sidecar.replaced import restore_with_others
 from envscaler_airflow.sidecar.restore import empty
@@ -80,7 +80,7 @@ def each(
 
 
 def _remove_others(root: Root, kept: Collection[str]) -> None:
-    for path in [path for path, _ in tree.below(root) if path not in kept]:
+    for path in [path for path, _ in saver_layouts.below(root) if path not in kept]:
         root.remove(path)
 
 

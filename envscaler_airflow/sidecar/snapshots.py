@@ -16,7 +16,7 @@ from pathlib import Path
 
 from envscaler_agent.protocol import Control, Ended, Progress, Status, checkpoint_name
 from envscaler_airflow.errors import CheckpointError, ProtocolError
-from envscaler_airflow.sidecar import saver_layouts, tree
+from envscaler_airflow.sidecar import saver_layouts
 from envscaler_airflow.sidecar.completeness import QUIET_S, Selection, Settling, is_open_for_writing
 from envscaler_airflow.sidecar.context import SidecarContext
 from envscaler_airflow.sidecar.spool_state import Spool
@@ -93,7 +93,9 @@ def _changed(folder: Path, what: str) -> CheckpointError:
 def _check_units(folder: Path, selection: Selection, parent: Place | None) -> None:
     """Check that every unit is still the selected one: no file was replaced, added or removed."""
     try:
-        now = {unit.name: unit.facts for unit in saver_layouts.units(tree.look(folder, parent=parent))}
+        now = {
+            unit.name: unit.facts for unit in saver_layouts.units(saver_layouts.look(folder, parent=parent))
+        }
     except OSError as err:
         raise _changed(folder, str(err)) from err
     for unit in selection.units:
@@ -297,7 +299,7 @@ class Snapshots:
             return
         try:
             self._context.check_place(folder)
-            self._settling.look(tree.look(folder, parent=self._context.place(folder)), progress)
+            self._settling.look(saver_layouts.look(folder, parent=self._context.place(folder)), progress)
         except CheckpointError as err:
             self._context.messages.say(_PART, f"no snapshot: {err}")
         except OSError as err:  # folder removed or unreadable: the end must not wait for it for ever

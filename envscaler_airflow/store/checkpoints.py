@@ -28,7 +28,7 @@ from envscaler_agent.protocol import (
 )
 from envscaler_airflow.errors import CheckpointError, ProtocolError
 from envscaler_airflow.store import manifests as folders
-from envscaler_airflow.store.claims import newest_claim
+from envscaler_airflow.store.lease import newest_claim
 from envscaler_airflow.store.run_store import Store, read_message
 
 FOLDER = "checkpoints"

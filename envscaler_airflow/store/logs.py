@@ -10,8 +10,7 @@ from typing import NamedTuple
 from envscaler_agent import protocol
 from envscaler_agent.messages import Message
 from envscaler_airflow.errors import ProtocolError
-from envscaler_airflow.store.claims import newest_claim
-from envscaler_airflow.store.lease import RENEW_EVERY_S
+from envscaler_airflow.store.lease import RENEW_EVERY_S, newest_claim
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.store.run_store import Store, read_message
 

@@ -10,10 +10,9 @@ from envscaler_agent.messages import parse_object, read_object
 from envscaler_agent.protocol import Control, Ended, Progress, Status, Transfer, control_name, status_name
 from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.store.checkpoints import read_control
-from envscaler_airflow.store.claims import newest_claim
 from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
-from envscaler_airflow.store.lease import LeaseFile
+from envscaler_airflow.store.lease import LeaseFile, newest_claim
 from envscaler_airflow.store.run_store import Store, StoreView, read_message
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.hooks.compute import open_backend, with_shared_watch
 from envscaler_airflow.hooks.prometheus import asks
-from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.hooks.settings import open_backend, store_place, with_shared_watch
 from envscaler_airflow.hooks.states import OVER
 from envscaler_airflow.owner.observe import RunSnapshot, ScalingWatcher
 from envscaler_airflow.run import RunState

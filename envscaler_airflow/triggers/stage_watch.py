@@ -12,8 +12,7 @@ from typing import Any
 
 from envscaler_agent.protocol import Status
 from envscaler_airflow.errors import ProtocolError, SpecError, StoreError
-from envscaler_airflow.hooks.compute import open_backend, with_shared_watch
-from envscaler_airflow.hooks.settings import store_place
+from envscaler_airflow.hooks.settings import open_backend, store_place, with_shared_watch
 from envscaler_airflow.owner.foreground import close_behind
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.owner.run_watch import AttemptWatcher

@@ -17,7 +17,7 @@ from kubernetes_validate.utils import latest_version
 
 from envscaler_airflow.backends.kubernetes import client, shared_watch
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.render import SAMPLE
+from envscaler_airflow.cli.run_commands import SAMPLE
 
 SPEC = """
 version: v1

@@ -12,7 +12,7 @@ import pytest
 
 from envscaler_agent.protocol import Control, Status, control_name, status_name
 from envscaler_airflow.backends.local.local_backend import LocalBackend
-from envscaler_airflow.backends.local.volumes import no_mounts
+from envscaler_airflow.backends.local.node_plan import no_mounts
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store import open_store

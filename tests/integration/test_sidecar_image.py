@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from envscaler_airflow.backends.kubernetes.cluster_settings import SIDECAR_IMAGE
 from envscaler_airflow.cli import main
-from envscaler_airflow.images.sidecar_image import REQUIREMENTS
+from envscaler_airflow.images.build import REQUIREMENTS
 
 TOOLS = ("buildah", "mmdebstrap")
 MOST_BYTES = 400 << 20

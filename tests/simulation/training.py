@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from envscaler_agent.ending import EXIT_DRAINED, EXIT_STOPPED
 from envscaler_agent.protocol import checkpoint_name
-from envscaler_agent.ranks import Collective
+from envscaler_agent.saving import Collective
 from envscaler_agent.session import Session
 from tests.simulation.kernel import Violation
 

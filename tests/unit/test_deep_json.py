@@ -10,7 +10,7 @@ FOLDERS = ("envscaler_airflow", "agent/envscaler_agent")
 OWN = {
     "agent/envscaler_agent/frameworks/accelerate.py:_place_in": "of the training's own checkpoint, inside it",
     "agent/envscaler_agent/frameworks/keras.py:_load": "the same",
-    "agent/envscaler_agent/frameworks/randomness.py:load_random_state": "the same",
+    "agent/envscaler_agent/frameworks/__init__.py:load_random_state": "the same",
     "agent/envscaler_agent/frameworks/transformers.py:_lay_out_best": "the same",
     "agent/envscaler_agent/sampler.py:main": "the wrapper's argument",
     "envscaler_airflow/backends/kubernetes/client.py:_read": "its only caller catches",

@@ -11,7 +11,7 @@ import pytest
 from envscaler_airflow.envspec import documents
 from envscaler_airflow.owner.request import MOST_EVENTS
 from envscaler_airflow.store.archive import MAX_FILES
-from envscaler_airflow.store.claims import MOST_CLAIMS
+from envscaler_airflow.store.lease import MOST_CLAIMS
 from envscaler_airflow.store.manifests import MOST_ENTRIES
 
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from accelerate import Accelerator
 
 from envscaler_agent import Session
 from envscaler_agent.errors import CheckpointError
-from envscaler_agent.frameworks.randomness import random_state, set_random_state
+from envscaler_agent.frameworks import random_state, set_random_state
 from envscaler_agent.frameworks.torch import (
     agree,
     allow_numpy,

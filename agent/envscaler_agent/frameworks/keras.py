@@ -22,8 +22,7 @@ from typing import Any, Dict, Mapping, Optional
 import keras
 
 from envscaler_agent import Session
-from envscaler_agent.frameworks import ONE_TRAINING
-from envscaler_agent.frameworks.randomness import load_random_state, save_random_state
+from envscaler_agent.frameworks import ONE_TRAINING, load_random_state, save_random_state
 
 _WEIGHTS = "model.weights.h5"
 _PLACE = "place.json"

@@ -20,8 +20,7 @@ from typing import Any, Dict, List, Optional
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from envscaler_agent import Session
-from envscaler_agent.frameworks import ONE_TRAINING
-from envscaler_agent.frameworks.randomness import load_random_state, save_random_state
+from envscaler_agent.frameworks import ONE_TRAINING, load_random_state, save_random_state
 from envscaler_agent.frameworks.torch import agree, leave_group_at_exit, telling_of_shards
 
 _FILE = "lightning.ckpt"

@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from envscaler_agent.errors import CheckpointError
-from envscaler_agent.frameworks.randomness import load_random_state, save_random_state
+from envscaler_agent.frameworks import load_random_state, save_random_state
 
 GLOBAL_BATCH = "ENVSCALER_GLOBAL_BATCH"
 MICRO_BATCH = "ENVSCALER_MICRO_BATCH"

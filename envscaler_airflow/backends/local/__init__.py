@@ -31,7 +31,7 @@ def _create(settings: Mapping[str, Any], _access: Access | None) -> LocalBackend
 
 def _faults(spec: EnvSpec) -> list[str]:
     """Sources that this machine cannot open, and for a spec of this target paths that it cannot mount."""
-    from envscaler_airflow.backends.local.volumes import mount_faults  # noqa: PLC0415  # only to check
+    from envscaler_airflow.backends.local.node_plan import mount_faults  # noqa: PLC0415  # only to check
     from envscaler_airflow.images.dry_run import local_source_faults  # noqa: PLC0415  # as above
     from envscaler_airflow.launch import Paths  # noqa: PLC0415  # as above
 
@@ -42,7 +42,7 @@ def _faults(spec: EnvSpec) -> list[str]:
 def _warnings(spec: EnvSpec) -> list[str]:
     """Paths that this machine cannot mount, and speed-ups for shares that it does not have."""
     from envscaler_airflow.backends.local.local_backend import LocalBackend  # noqa: PLC0415  # only to check
-    from envscaler_airflow.backends.local.volumes import mount_warnings  # noqa: PLC0415  # as above
+    from envscaler_airflow.backends.local.node_plan import mount_warnings  # noqa: PLC0415  # as above
     from envscaler_airflow.launch import Paths  # noqa: PLC0415  # as above
     from envscaler_airflow.scaling.from_spec import speedup_warning  # noqa: PLC0415  # as above
 

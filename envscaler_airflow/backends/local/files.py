@@ -38,7 +38,7 @@ SAVES = "-saves"
 """Suffix to the name of a run, for the folder with its checkpoint folder; the same in every attempt."""
 SPOOL, WORK, ROOT, OUTPUT, SIDECAR_OUTPUT = "spool", "work", "root", "output", "sidecar-output"
 MOUNTS = "mounts"
-"""Folder in which a command's file system view is built, see mounted.py; empty for all others."""
+"""Folder in which a command's file system view is built, see mount_main.py; empty for all others."""
 
 _MAX_JSON_BYTES = 1 << 22
 

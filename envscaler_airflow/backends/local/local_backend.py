@@ -29,20 +29,24 @@ from envscaler_airflow.backends.base import (
 from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.files import read_output
 from envscaler_airflow.backends.local.machine import Machine, this_machine
-from envscaler_airflow.backends.local.node_environment import (
-    node_env,
-    training_pythonpath,
+from envscaler_airflow.backends.local.node_plan import (
+    Programs,
+    attempt_name,
+    mount_faults,
+    render_attempt,
+    volume_faults,
 )
-from envscaler_airflow.backends.local.node_plan import Programs, attempt_name, render_attempt
 from envscaler_airflow.backends.local.node_status import NodeView, views, was_started
 from envscaler_airflow.backends.local.processes import (
     ProcessId,
     fill_memory,
     find_program,
     kill_all,
+    node_env,
     prefer_for_kill,
     restore_scores,
     training_of,
+    training_pythonpath,
 )
 from envscaler_airflow.backends.local.shares import (
     Claim,
@@ -53,7 +57,6 @@ from envscaler_airflow.backends.local.shares import (
     share_offers,
     shortfalls,
 )
-from envscaler_airflow.backends.local.volumes import mount_faults, volume_faults
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, refuse
 from envscaler_airflow.local_files import remove_tree
 from envscaler_airflow.planning.offers import Offer

@@ -1,6 +1,6 @@
 """Start a command that finds the paths of its spec where the spec says: run as a file, standard library only.
 
-    python mounted.py --root FOLDER [--bind SOURCE PATH ...] [--out SOURCE PATH ...] -- COMMAND ...
+    python mount_main.py --root FOLDER [--bind SOURCE PATH ...] [--out SOURCE PATH ...] -- COMMAND ...
 
 The command gets a mount namespace of its own. Its root is a small file system in memory into which the
 machine's top-level folders are bound, so that ``/data`` and ``/output`` can exist without being created on

@@ -25,8 +25,14 @@ from envscaler_airflow.backends.local import files
 from envscaler_airflow.backends.local.cgroups import CgroupScope, Limits, build_scope
 from envscaler_airflow.backends.local.files import OutputWriter
 from envscaler_airflow.backends.local.machine import this_identity
-from envscaler_airflow.backends.local.node_environment import sidecar_env, training_env
-from envscaler_airflow.backends.local.processes import ProcessId, Survivors, descendants, kill_all
+from envscaler_airflow.backends.local.processes import (
+    ProcessId,
+    Survivors,
+    descendants,
+    kill_all,
+    sidecar_env,
+    training_env,
+)
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.sidecar.keeper import Keeper, report_end, reported_end
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from envscaler_agent.frameworks import random_state, set_random_state
 from envscaler_agent.frameworks import torch as of_torch
-from envscaler_agent.frameworks.randomness import random_state, set_random_state
 from envscaler_agent.frameworks.torch import ResumableLoader, ShardedState, TrainingState
 from envscaler_airflow.errors import CheckpointError
 

@@ -11,8 +11,8 @@ from envscaler_airflow.errors import BackendError, NoOfferError, RunFailedError,
 from envscaler_airflow.owner import foreground
 from envscaler_airflow.owner.request import kill_quietly
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.store.availability import stockouts
 from envscaler_airflow.store.run import Run
-from envscaler_airflow.store.stockouts import stockouts
 
 CLAIM = {"name": "d", "source": "pvc://data", "mount_path": "/data"}
 

@@ -20,7 +20,7 @@ from envscaler_airflow.owner.request import request_move
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.planning.offers import Allocation
 from envscaler_airflow.store.checkpoints import complete_checkpoints, prune
-from envscaler_airflow.store.claims import Claim, take_claim
+from envscaler_airflow.store.lease import Claim, take_claim
 from envscaler_airflow.store.run import Run
 
 SILENT_S = 50 + 60 + 30 + 240

@@ -40,7 +40,7 @@ def test_the_room_goes_where_the_agent_goes(copy, tmp_path):
     """Every file of it, importable beside the agent."""
     target = copy(tmp_path)
     copied = sorted(path.name for path in (target / "envscaler_agent/frameworks").glob("*.py"))
-    ask = "import envscaler_agent.frameworks.randomness as r; print(r.__file__, sorted(r.random_state()))"
+    ask = "import envscaler_agent.frameworks as r; print(r.__file__, sorted(r.random_state()))"
     said = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(target)!r}); {ask}"],
         capture_output=True,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from envscaler_agent import ranks as rk
-from envscaler_agent.ranks import Alone, Collective, Neighbours, Scheduled, layout
+from envscaler_agent import saving as rk
+from envscaler_agent.saving import Alone, Collective, Neighbours, Scheduled, layout
 from envscaler_airflow.errors import CheckpointError
 
 

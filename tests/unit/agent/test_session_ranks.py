@@ -3,7 +3,7 @@
 import pytest
 from fakes.session_rig import LAUNCHER, Rig, name
 
-from envscaler_agent import ranks as rk
+from envscaler_agent import saving as rk
 from envscaler_agent import session as module
 from envscaler_agent.ending import EXIT_DRAINED
 

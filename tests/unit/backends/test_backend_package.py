@@ -24,18 +24,18 @@ from envscaler_airflow import EnvStageOperator, ReapOperator, ScalingSensor, bac
 from envscaler_airflow import installed as registry
 from envscaler_airflow.backends import BackendType
 from envscaler_airflow.backends.local.processes import ProcessId
-from envscaler_airflow.cli import main, render, run_commands
+from envscaler_airflow.cli import main, run_commands
 from envscaler_airflow.envspec.loading import BACKENDS
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.hooks import states
-from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.settings import open_backend
 from envscaler_airflow.operators import execution
 from envscaler_airflow.owner import limits, stop
 from envscaler_airflow.owner import reap as reap_module
 from envscaler_airflow.owner.foreground import ForegroundOwner
 from envscaler_airflow.triggers.scaling_checks import Checks
 
-COMMANDS = (run_commands.submit, run_commands.backend_options, render.render)
+COMMANDS = (run_commands.submit, run_commands.backend_options, run_commands.render)
 """Imported before the package is installed: a process imports a command once, with the options known then."""
 SPEC = """\
 version: v1

@@ -27,7 +27,7 @@ def test_the_process_of_a_node_loads_no_pydantic():
     [
         "envscaler_airflow.cli.run_commands",
         "envscaler_airflow.cli.inspect",
-        "envscaler_airflow.images.sidecar_image",
+        "envscaler_airflow.images.build",
         "envscaler_airflow.backends.kubernetes.pod_sidecar",
         "envscaler_airflow.scaling",
     ],

@@ -16,7 +16,7 @@ from envscaler_airflow.cli.plan import _advice, _commitment, _unpriced, _why_not
 from envscaler_airflow.planning import Allocation, Candidate, Goal, Knowledge, Offer, Plan, Speed
 from envscaler_airflow.planning.planner import candidate_of, rank_of
 from envscaler_airflow.store import open_store
-from envscaler_airflow.store.stockouts import remember
+from envscaler_airflow.store.availability import remember
 
 LINES = [
     "aws,us-east-1,us-east-1a,g4dn.xlarge,4,16,T4,1,16,0.526,0.2,x86_64,5-10%,list,list",

@@ -10,7 +10,7 @@ from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import all_versions
 
 from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
-from envscaler_airflow.cli.render import render_attempt
+from envscaler_airflow.cli.run_commands import render_attempt
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.errors import SpecError
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.envspec import load_spec, spec_params
-from envscaler_airflow.envspec.documents import Node
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import Faults, Node
 from envscaler_airflow.envspec.templates import Names, render
 from envscaler_airflow.errors import SpecError
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from envscaler_airflow.envspec.documents import LOADER, MAX_ALIASES, MAX_BYTES, read_file, read_text
-from envscaler_airflow.envspec.faults import Faults
+from envscaler_airflow.envspec.documents import LOADER, MAX_ALIASES, MAX_BYTES, Faults, read_file, read_text
 from envscaler_airflow.errors import SpecError
 
 

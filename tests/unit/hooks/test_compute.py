@@ -12,8 +12,8 @@ from kubernetes.config import incluster_config
 from envscaler_airflow.backends import backend_type
 from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.hooks.compute import compute_place, open_backend
 from envscaler_airflow.hooks.connections import resolve_secret
+from envscaler_airflow.hooks.settings import compute_place, open_backend
 from envscaler_airflow.operators.stage import EnvStageOperator
 
 HOOK = "airflow.providers.cncf.kubernetes.hooks.kubernetes"

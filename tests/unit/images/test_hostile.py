@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
-from envscaler_airflow.cli.render import render_attempt
+from envscaler_airflow.cli.run_commands import render_attempt
 from envscaler_airflow.envspec import EnvSpec, load_spec
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.images.requirement_files import read_requirements

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.render import render_attempt
+from envscaler_airflow.cli.run_commands import render_attempt
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import SpecError

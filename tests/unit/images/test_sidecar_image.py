@@ -12,7 +12,7 @@ import envscaler_airflow
 from envscaler_airflow.cli import images as commands
 from envscaler_airflow.cli import main
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images.sidecar_image import sidecar_image_name, write_context
+from envscaler_airflow.images.build import sidecar_image_name, write_context
 
 VERSION = envscaler_airflow.__version__
 DIGEST = "sha256:" + "1" * 64

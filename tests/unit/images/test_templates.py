@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from envscaler_airflow.cli import main
-from envscaler_airflow.cli.registry_commands import template_names
+from envscaler_airflow.cli.specs import template_names
 
 
 def call(*words: str):

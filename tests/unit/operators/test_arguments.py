@@ -15,7 +15,7 @@ from fakes.operator_world import SPEC, Ti, operator_world
 
 from envscaler_airflow import spec_params
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.hooks.compute import open_backend
+from envscaler_airflow.hooks.settings import open_backend
 from envscaler_airflow.images.spec_registry import SpecRegistry
 from envscaler_airflow.operators import arguments as argument_values
 from envscaler_airflow.operators import execution

@@ -20,8 +20,8 @@ from envscaler_airflow.owner.stage import (
     Wake,
 )
 from envscaler_airflow.run import Actor
+from envscaler_airflow.store.availability import remember, stockouts
 from envscaler_airflow.store.run import Run
-from envscaler_airflow.store.stockouts import remember, stockouts
 from envscaler_airflow.testing.scripted_backend import cpu_offer
 
 LAST_CALL = 37

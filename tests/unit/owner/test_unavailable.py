@@ -16,8 +16,8 @@ from envscaler_airflow.owner.request import kill_quietly, request_stop
 from envscaler_airflow.owner.stage import Stage, Wake
 from envscaler_airflow.planning.offers import Allocation, Offer
 from envscaler_airflow.run import RunState
+from envscaler_airflow.store.availability import stockouts
 from envscaler_airflow.store.run import Run
-from envscaler_airflow.store.stockouts import stockouts
 from envscaler_airflow.testing import ElasticBackend
 
 GPU = Offer(

@@ -25,7 +25,7 @@ from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.stockouts import FIRST_S, LONGEST_S, QUOTA_S, StockOut, against, classify, met
 from envscaler_airflow.planning.table import ANY_RATE_PER_HOUR, RATES_PER_HOUR, Row, build_table, table_of
 from envscaler_airflow.store import open_store
-from envscaler_airflow.store.stockouts import FOLDER, forget, remember, stockouts
+from envscaler_airflow.store.availability import STOCKOUTS, forget, remember, stockouts
 
 SPOT = Offer("aws", "us-east-1", "g5.xlarge", "spot", 4, 16, "us-east-1a", "A10G", 1, 24, 0.4)
 OTHER_ZONE = replace(SPOT, zone="us-east-1b", usd_per_hour=0.5)
@@ -122,13 +122,13 @@ def test_a_memory_that_is_over_goes_away_and_a_torn_one_is_none(tmp_path):
     """It is kept for twice its duration, so that the next one counts as consecutive."""
     store = open_store(str(tmp_path))
     remember(store, SPOT, "InsufficientInstanceCapacity", now=NOW)
-    store.write(f"{FOLDER}/torn.json", b"{")
-    store.write(f"{FOLDER}/list.json", b"[]")
+    store.write(f"{STOCKOUTS}/torn.json", b"{")
+    store.write(f"{STOCKOUTS}/list.json", b"[]")
 
     assert stockouts(store, now=NOW + FIRST_S + 1) == []
     assert remember(store, SPOT, "InsufficientInstanceCapacity", now=NOW + FIRST_S + 1).times == 2
     assert stockouts(store, now=NOW + 10 * FIRST_S) == []
-    assert sorted(store.names(FOLDER)) == [f"{FOLDER}/list.json", f"{FOLDER}/torn.json"]
+    assert sorted(store.names(STOCKOUTS)) == [f"{STOCKOUTS}/list.json", f"{STOCKOUTS}/torn.json"]
 
 
 def test_a_stock_out_comes_back_from_json():

@@ -15,9 +15,9 @@ from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.setup import lay_out
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Memory
 from envscaler_airflow.sidecar.uploads import Checkpoints, Outputs
-from envscaler_airflow.store import claims, manifests
+from envscaler_airflow.store import manifests
 from envscaler_airflow.store.checkpoints import complete_checkpoints, prune, read_checkpoint
-from envscaler_airflow.store.claims import Claim, newest_claim, take_claim
+from envscaler_airflow.store.lease import Claim, newest_claim, take_claim
 from envscaler_airflow.store.logs import CLAIM_CHUNKS, read_logs
 from envscaler_airflow.store.run import Run
 from envscaler_airflow.testing.faulty_store import FaultyStore
@@ -54,7 +54,7 @@ def test_a_lost_answer_claims_no_second_number(store, method):
 
 def test_claims_have_a_bound(store, monkeypatch):
     """One sidecar that creates them without end blocks neither the owner nor another pod (B1)."""
-    monkeypatch.setattr(claims, "MOST_CLAIMS", 3)
+    monkeypatch.setattr("envscaler_airflow.store.lease.MOST_CLAIMS", 3)
     for number in range(1, 9):
         store.create(claim_name(1, 2, 0, number), Claim(f"pod {number}").to_json())
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from envscaler_agent.protocol import Manifest
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.sidecar import completeness, tree
+from envscaler_airflow.sidecar import completeness, saver_layouts
 from envscaler_airflow.sidecar.snapshots import Snapshots
 from envscaler_airflow.sidecar.uploads import Checkpoints
 from envscaler_airflow.store import manifests, root
@@ -141,7 +141,7 @@ def test_folders_too_deep_to_name_are_left_out_of_a_snapshot(deep_folder):
     """A path has at most 1,024 characters; the rest of the folder is kept (B1)."""
     put(deep_folder, {"weights.bin": b"mine"})
 
-    found = tree.look(deep_folder)
+    found = saver_layouts.look(deep_folder)
 
     assert [item.path for item in found.files] == ["weights.bin"]
     assert list(found.left_out.values()) == ["its name cannot be kept; rename it"]
@@ -180,7 +180,7 @@ def test_links_that_multiply_folders_are_counted(tmp_path, monkeypatch):
         manifests.walk(tmp_path / "out")
 
 
-@pytest.mark.parametrize("seen", [manifests.walk, tree.look])
+@pytest.mark.parametrize("seen", [manifests.walk, saver_layouts.look])
 def test_more_files_than_a_manifest_can_list_are_not_listed(tmp_path, monkeypatch, seen):
     """Neither in one folder nor in many (B1)."""
     monkeypatch.setattr(manifests, "MOST_ENTRIES", 10)

@@ -13,7 +13,7 @@ from fakes.checkpoint_files import STATE, ZIP, hdf5, put, safetensors
 
 from envscaler_agent.protocol import Progress
 from envscaler_airflow.errors import CheckpointError
-from envscaler_airflow.sidecar import completeness, snapshots, tree
+from envscaler_airflow.sidecar import completeness, saver_layouts, snapshots
 from envscaler_airflow.sidecar.completeness import Settling, is_open_for_writing
 from envscaler_airflow.store.root import Root
 
@@ -29,7 +29,7 @@ class Watcher:
     def look(self, *, after=0.0, **progress):
         """Check again *after* seconds, when the training has reported *progress*."""
         self.now += after
-        self.settling.look(tree.look(self.folder), Progress(**progress))
+        self.settling.look(saver_layouts.look(self.folder), Progress(**progress))
         return self
 
 
@@ -216,7 +216,10 @@ def test_a_pickle_tells_its_step_without_being_run(tmp_path, protocol):
         file.writestr("archive/data.pkl", data)
     put(tmp_path, {"a.pkl": data, "b.pt": raw.getvalue()})
 
-    assert [completeness.steps_in(item) for item in tree.look(tmp_path).files] == [{700, 3}, {700, 3}]
+    assert [completeness.steps_in(item) for item in saver_layouts.look(tmp_path).files] == [
+        {700, 3},
+        {700, 3},
+    ]
 
 
 def test_a_log_in_the_folder_holds_up_nothing(tmp_path):
@@ -480,7 +483,7 @@ def test_files_that_say_where_they_end_must_be_whole(tmp_path, name, data, why):
     """A killed or slow writer leaves such a file short."""
     put(tmp_path, {name: data})
 
-    _, found = completeness.first_look(tree.look(tmp_path).files[0])
+    _, found = completeness.first_look(saver_layouts.look(tmp_path).files[0])
 
     assert (found is None) if why is None else (why in found)
 

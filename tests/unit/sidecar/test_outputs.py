@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from envscaler_agent.protocol import Control, control_name
-from envscaler_airflow.sidecar import tree as trees
+from envscaler_airflow.sidecar import saver_layouts as trees
 from envscaler_airflow.sidecar.uploads import Outputs
 from envscaler_airflow.store.root import Place
 

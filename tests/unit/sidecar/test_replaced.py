@@ -11,7 +11,7 @@ from envscaler_airflow.sidecar.replaced import CHECK_S, Regroup, restore_with_ot
 from envscaler_airflow.sidecar.spool_state import AttemptNode
 from envscaler_airflow.sidecar.uploads import Checkpoints
 from envscaler_airflow.store.checkpoints import checkpoint_prefix
-from envscaler_airflow.store.claims import Claim, take_claim
+from envscaler_airflow.store.lease import Claim, take_claim
 from envscaler_airflow.store.manifests import node_list
 
 START, NEWEST = "g1-step-00000100-a1", "g1-step-00000300-a2"

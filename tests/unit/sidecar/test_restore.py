@@ -10,7 +10,7 @@ import pytest
 from envscaler_agent.protocol import Control, Ended, Manifest, ManifestFile, Status, status_name
 from envscaler_airflow.errors import CheckpointError, StoreError
 from envscaler_airflow.sidecar import saver_layouts
-from envscaler_airflow.sidecar import tree as trees
+from envscaler_airflow.sidecar import saver_layouts as trees
 from envscaler_airflow.sidecar.context import SetupCancelledError
 from envscaler_airflow.sidecar.restore import restore
 from envscaler_airflow.sidecar.setup import lay_out

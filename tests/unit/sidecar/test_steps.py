@@ -8,7 +8,7 @@ import pytest
 from fakes.checkpoint_files import put
 
 from envscaler_agent.protocol import Progress
-from envscaler_airflow.sidecar import completeness, tree
+from envscaler_airflow.sidecar import completeness, saver_layouts
 from envscaler_airflow.sidecar.completeness import Settling
 
 
@@ -16,8 +16,8 @@ def selected(folder, *, reported=None):
     """Return what counts of *folder*, first seen when the training had reported *step*."""
     moments = iter((0.0, 0.0, 9.0))
     settling = Settling(lambda: next(moments))
-    settling.look(tree.look(folder), Progress(step=reported))
-    settling.look(tree.look(folder), Progress(step=reported))
+    settling.look(saver_layouts.look(folder), Progress(step=reported))
+    settling.look(saver_layouts.look(folder), Progress(step=reported))
     return settling.select()
 
 
@@ -87,4 +87,4 @@ def test_a_joblib_dump_tells_its_step(tmp_path):
     """Raw arrays are between its opcodes, so that it cannot be read to its end (C4)."""
     joblib.dump({"epoch": 3, "weights": np.arange(6.0)}, tmp_path / "model.joblib")
 
-    assert completeness.steps_in(tree.look(tmp_path).files[0]) == {3}
+    assert completeness.steps_in(saver_layouts.look(tmp_path).files[0]) == {3}

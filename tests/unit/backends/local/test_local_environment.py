@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from envscaler_airflow.agent_files import copy_agent
-from envscaler_airflow.backends.local.node_environment import (
+from envscaler_airflow.backends.local.processes import (
     node_env,
     sidecar_env,
     training_env,

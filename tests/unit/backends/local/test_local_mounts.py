@@ -9,8 +9,8 @@ import attempts
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.backends.local import mount_main, volumes
-from envscaler_airflow.backends.local.volumes import mount_faults, mount_warnings, mounted_paths, no_mounts
+from envscaler_airflow.backends.local import mount_main, node_plan
+from envscaler_airflow.backends.local.node_plan import mount_faults, mount_warnings, mounted_paths, no_mounts
 from envscaler_airflow.cli import main
 from envscaler_airflow.launch import Paths
 
@@ -26,7 +26,7 @@ allowed = pytest.mark.skipif(no_mounts() is not None, reason="this machine allow
 
 
 def run(tmp_path, script, *options):
-    """Run a shell script under mounted.py, and return the finished process."""
+    """Run a shell script under mount_main.py, and return the finished process."""
     words = [sys.executable, "-I", "-S", mount_main.__file__, "--root", str(tmp_path / "mounts"), *options]
     return subprocess.run(
         [*words, "--", "bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
@@ -192,10 +192,10 @@ def test_what_is_not_mounted_is_said_once():
 def test_validate_says_what_this_machine_cannot_mount(tmp_path, monkeypatch):
     """An error for a script on local, otherwise a warning (F9)."""
     why = "Operation not permitted"
-    monkeypatch.setattr(volumes, "no_mounts", lambda: why)
+    monkeypatch.setattr(node_plan, "no_mounts", lambda: why)
     for name in ("mount_faults", "mount_warnings"):
-        real = getattr(volumes, name)
-        monkeypatch.setattr(volumes, name, lambda *words, real=real: real(*words, why=lambda: why))
+        real = getattr(node_plan, name)
+        monkeypatch.setattr(node_plan, name, lambda *words, real=real: real(*words, why=lambda: why))
     path = tmp_path / "spec.yaml"
     path.write_text(
         "version: v1\nname: s\nbase: {image: 'python:3.11-slim'}\noutputs: {model: /output-of-a-test/model}\n"

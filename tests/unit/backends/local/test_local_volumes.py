@@ -5,7 +5,7 @@ import pytest
 
 from envscaler_airflow.backends.local.local_backend import LocalBackend
 from envscaler_airflow.backends.local.machine import Machine
-from envscaler_airflow.backends.local.volumes import host_source, volume_faults
+from envscaler_airflow.backends.local.node_plan import host_source, volume_faults
 from envscaler_airflow.envspec.models import Volume
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.planning.offers import Allocation, Offer
