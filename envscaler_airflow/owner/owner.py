@@ -237,8 +237,8 @@ class Owner:
             self.owned.stage = self.owned.stage.since(state.begun_at)
         while True:
             self.owned.check_whole(state)
-            self.owned.check_owner(state)
             state = self._releaser.release_all(state)
+            self.owned.check_owner(state)  # also of what other tries wrote while machines were released
             if state.status in ("succeeded", "failed", "stopped"):
                 waiting = self._releaser.waiting(state)
                 if waiting is not None:

@@ -7,7 +7,7 @@ import pytest
 from envscaler_airflow.errors import BackendError, BudgetError
 from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.report import run_report
-from envscaler_airflow.owner.stage import Delivered, Waiting, Wake
+from envscaler_airflow.owner.stage import Delivered, SupersededError, Waiting, Wake
 from envscaler_airflow.run import NodeStatus
 from envscaler_airflow.run.cost import UsageInterval
 from envscaler_airflow.run.event_bodies import NewOwner
@@ -44,6 +44,28 @@ def test_a_release_that_failed_is_repeated_by_the_next_execution(world):
     assert world.state.attempts[0].released_at == world.clock.time()
     assert types(world)[-1] == "attempt-started"
     assert "attempt-released" in types(world)
+
+
+def test_a_try_that_was_replaced_during_a_release_writes_nothing_more(world, monkeypatch):
+    """It slept in the call for the release; the next try runs an attempt since, which ends (A4)."""
+    owner = world.owner()
+    owner.enter()
+    world.backend.lose(world.handle)
+    world.backend.fail_next("release", AWAY)
+    owner.resume(Wake("status"))
+    release = world.backend.release
+
+    def sleep(handle):
+        monkeypatch.setattr(world.backend, "release", release)
+        world.owner().enter()
+        world.succeed()
+
+    monkeypatch.setattr(world.backend, "release", sleep)
+    with pytest.raises(SupersededError):
+        owner.resume(Wake("backoff"))
+
+    assert types(world)[-1] == "attempt-started"
+    assert world.state.live.number == 2
 
 
 def test_it_is_repeated_while_the_next_attempt_runs_and_after_its_end(world):
