@@ -87,6 +87,11 @@ def may_be_held(attempt: AttemptState) -> bool:
     return bool(attempt.unreleased) if rows is None else any(end is None for _, _, end in rows)
 
 
+def is_unreleased(attempt: AttemptState) -> bool:
+    """Return True for an ended attempt of which no release is known, though its machines may still run."""
+    return bool(attempt.unreleased) or may_be_held(attempt)
+
+
 def billed(usage: Iterable[UsageInterval] | None) -> tuple[Billed, ...] | None:
     """Return *usage* as events have it."""
     return None if usage is None else tuple((item.node, item.start, item.end) for item in usage)

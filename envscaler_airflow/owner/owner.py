@@ -356,7 +356,7 @@ class Releaser:
             is_last = attempt is state.attempts[-1]
             if attempt.is_live or attempt.handle is None or attempt.released_at is not None:
                 continue
-            is_due = is_last or attempt.unreleased or facts.may_be_held(attempt)
+            is_due = is_last or facts.is_unreleased(attempt)
             if attempt.key not in self._tried and is_due:
                 self._tried.add(attempt.key)
                 return self.release_all(self._release(state, attempt, attempt.handle))
@@ -373,7 +373,7 @@ class Releaser:
         if why := self._why_held(attempt, attempt.handle):
             raise BackendError(why, transient=True)
         bill = self._bill(attempt, AttemptReleased(generation=attempt.generation, attempt=attempt.number))
-        while any(one.key == attempt.key and one.unreleased for one in state.attempts):
+        while any(one.key == attempt.key and facts.is_unreleased(one) for one in state.attempts):
             state = self._owned.append(state, bill)
 
     def _release(self, state: RunState, attempt: AttemptState, handle: Handle) -> RunState:
@@ -388,7 +388,7 @@ class Releaser:
             if err.transient:
                 self._waits[attempt.key] = why
         if not why:
-            is_news = attempt.unreleased or bill.usage is not None or facts.may_be_held(attempt)
+            is_news = bill.usage is not None or facts.is_unreleased(attempt)
             return self._owned.append(state, bill) if is_news else state
         log.warning("attempt %d is not released, and is tried again: %s", attempt.number, why)
         if attempt.unreleased:

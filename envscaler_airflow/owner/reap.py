@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from envscaler_airflow.backends.base import Backend, Leftover, ListsLeftovers
 from envscaler_airflow.errors import BackendError, ProtocolError, SpecError
+from envscaler_airflow.owner import facts
 from envscaler_airflow.owner.foreground import close
 from envscaler_airflow.owner.owned_run import OwnedRun
 from envscaler_airflow.owner.owner import Releaser
@@ -206,4 +207,4 @@ def _unreleased(state: RunState | None, part: Leftover) -> AttemptState | None:
     """The ended attempt of *part*, if its owner could not release it; None if nothing is known of that."""
     attempts = () if state is None else state.attempts
     key = (part.generation, part.attempt)
-    return next((one for one in attempts if one.key == key and not one.is_live and one.unreleased), None)
+    return next((one for one in attempts if one.key == key and facts.is_unreleased(one)), None)

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from envscaler_agent.protocol import Control, Progress
-from envscaler_airflow.owner import limits
+from envscaler_airflow.owner import facts, limits
 from envscaler_airflow.owner.owned_run import OwnedRun, live_of
 from envscaler_airflow.owner.stage import Waiting, Watching
 from envscaler_airflow.owner.usage import spans_of
@@ -122,7 +122,7 @@ def waiting(owned: OwnedRun, state: RunState, reason: str) -> Waiting:
         overdue_after_s=overdue,
         usd_left=None if stopping else owned.usd_left(state, live),
         checkpoint_s=limits.measured_s(state),
-        release_after_s=RELEASE_AGAIN_S if any(one.unreleased for one in state.attempts) else None,
+        release_after_s=RELEASE_AGAIN_S if any(map(facts.is_unreleased, state.attempts)) else None,
         orphan_after_s=owned.spec(state).failure.orphan_after_s,
         spans=spans_of(live),
         started_at=live.started_at,

@@ -10,6 +10,7 @@ from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 from envscaler_airflow.backends.base import Leftover
 from envscaler_airflow.errors import BackendError, StoreError
 from envscaler_airflow.hooks.states import why_gone, why_over
+from envscaler_airflow.owner.owner import Releaser
 from envscaler_airflow.owner.reap import YOUNG_S, reap
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.run import Handle
@@ -207,6 +208,30 @@ def test_a_lost_machine_that_runs_on_is_stopped_first_and_billed_whole(world):
 
     assert (first, kept, second) == (([1], None), [], ([1], None))
     assert world.state.attempts[0].end.usd == pytest.approx(2 * 0.05)
+
+
+def test_a_machine_whose_owner_died_before_the_release_is_billed_to_its_end(world, monkeypatch):
+    """The event of the loss has an open bill, and nothing says that the release failed (A8)."""
+    owner = world.owner()
+    owner.enter()
+    world.clock.advance(3600)
+    handle = world.handle
+    world.backend.hide(handle)
+
+    def die(*_args):
+        raise SystemExit
+
+    monkeypatch.setattr(Releaser, "_release", die)
+    with pytest.raises(SystemExit):
+        owner.resume(Wake("silent", silent_s=1e6))
+    monkeypatch.undo()
+    world.clock.advance(3600)
+    world.backend.show(handle)
+    world.backend.lose(handle)
+
+    assert passes(world) == ([1], None)
+    assert world.state.attempts[0].end.usd == pytest.approx(2 * 0.05)
+    assert world.state.attempts[0].released_at is not None
 
 
 def test_a_run_whose_stop_waits_for_a_release_gets_its_end_from_a_later_call(world):
