@@ -10,7 +10,7 @@ JOBS ?= 3
 AIRFLOWS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: audit locks mutants help venv frameworks-venv test test-frameworks drills e2e test-kubernetes demo docs simulate bench-deadline lint words types contracts format bench wheel clean
+.PHONY: audit locks mutants help venv frameworks-venv test test-frameworks drills e2e e2e-postgres test-kubernetes demo docs simulate bench-deadline lint words types contracts format bench wheel clean
 
 help:  ## List what there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -46,6 +46,11 @@ drills: venv  ## Break real runs of this machine by every fault of envscaler dri
 
 e2e: venv  ## Run the rest against a real Airflow (12 minutes on 2 cores).
 	$(BIN)/python -m pytest -n $$(($(AIRFLOWS) + 1)) --dist loadfile tests/e2e --ignore tests/e2e/kubernetes --ignore tests/e2e/test_drills.py $(ARGS)
+
+# With Debian's postgresql. Two schedulers, each with workers of its own, and two triggerers share the stages.
+e2e-postgres: venv  ## Run the tests that kill, clear and delete on PostgreSQL with two schedulers and triggerers.
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt psycopg2-binary asyncpg
+	E2E_POSTGRES=1 $(BIN)/python -m pytest tests/e2e/test_kills.py tests/e2e/test_tries.py tests/e2e/test_services.py $(ARGS)
 
 test-kubernetes: venv  ## Run stages on the cluster of KUBECONFIG; see tests/e2e/kubernetes/README.md.
 	$(BIN)/python -m pytest tests/e2e/kubernetes $(ARGS)

@@ -102,6 +102,7 @@ class AirflowServices(AirflowApi):
         settings["logging"] |= {"worker_log_server_port": log_port, "trigger_log_server_port": trigger_port}
         for section, values in (config or {}).items():
             settings[section] = {**settings.get(section, {}), **values}
+        self._database = str(settings["database"]["sql_alchemy_conn"])
         _write_config(self.home / "airflow.cfg", settings)
         self.env = _environment(self.home) | dict(env or {})
         self._started: dict[Component, subprocess.Popen[bytes]] = {}
@@ -245,8 +246,8 @@ class AirflowServices(AirflowApi):
             raise RuntimeError(f"airflow {' '.join(arguments)}: exit code {code}\n{_tail(log)}")
 
     def _launch(self, component: Component) -> None:
-        place = f"sqlite:///{self.home}/airflow.db?timeout={_LOCKED_S[component]:g}"
-        env = {"AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": place}
+        timeout = f"?timeout={_LOCKED_S[component]:g}" if self._database.startswith("sqlite:") else ""
+        env = {"AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": self._database + timeout}
         self._started[component] = self._airflow(self.log(component), component, env=env)
         note_session(self.home, self._started[component].pid)
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from e2e.crowds import ByAirflow, Crowd, is_together
+from e2e.postgres import postgres
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
@@ -118,7 +120,13 @@ def airflow(
         # Four scenarios at once, of which two may hold an execution at a gate.
         "core": {"parallelism": "6"},
     }
-    with AirflowServices(home, DAGS, given, config=config) as services:
+    with ExitStack() as stack:
+        two = bool(os.environ.get("E2E_POSTGRES"))
+        if two:
+            config["database"] = {"sql_alchemy_conn": stack.enter_context(postgres())}
+        services = stack.enter_context(AirflowServices(home, DAGS, given, config=config))
+        for component in ("scheduler", "triggerer") if two else ():
+            stack.enter_context(services.second(component, timeout_s=120))
         yield services
 
 
