@@ -52,8 +52,8 @@ from envscaler_agent.protocol import Progress, Status, claim_name, status_name
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.handles import handle_of
+from envscaler_airflow.backends.kubernetes.job_reader import close_views
 from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
-from envscaler_airflow.backends.kubernetes.shared_watch import close_views
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.owner.stage import Watching
 from envscaler_airflow.planning.offers import Allocation, Offer

@@ -17,14 +17,13 @@ from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.resources import Resources
 from envscaler_airflow.errors import NoOfferError, SpecError, refuse
 from envscaler_airflow.images import venv_cache
-from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.bases import facts
 from envscaler_airflow.images.build import BuildOptions, Built, build_image
 from envscaler_airflow.images.builders import Builder, Container, find_builder
 from envscaler_airflow.images.cuda import broken_software, software
 from envscaler_airflow.images.dry_run import Here, best_fit, lacking_volumes, lacks, look_here
 from envscaler_airflow.images.locks import LOCK, Lock, apply_lock, read_lock, resolve, system_versions
-from envscaler_airflow.images.programs import stream_program
+from envscaler_airflow.images.programs import index_access, stream_program
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.venv import install_command, python_version
 from envscaler_airflow.launch import PORT, Launch, Paths, launch_of

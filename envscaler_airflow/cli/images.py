@@ -19,7 +19,6 @@ from envscaler_airflow.cli.follow import bar
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, pairs, spec_options
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import SpecError, refuse
-from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.build import (
     SEVERITIES,
     BuildOptions,
@@ -37,6 +36,7 @@ from envscaler_airflow.images.build import (
 from envscaler_airflow.images.builders import Access, Builder, Container, find_builder
 from envscaler_airflow.images.cuda import broken_for, software
 from envscaler_airflow.images.locks import apply_lock, find_conflicts, resolve
+from envscaler_airflow.images.programs import index_access
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.targets import image_name
 from envscaler_airflow.store.run_store import open_store

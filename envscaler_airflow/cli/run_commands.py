@@ -33,11 +33,11 @@ from envscaler_airflow.cli.shell_owner import Foreground, own_and_tell, shell_ac
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, refuse_own_secrets, spec_options
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import EnvScalerError, SpecError, refuse
-from envscaler_airflow.images.access import index_access
 from envscaler_airflow.images.artefacts import Artefact, yaml_text
 from envscaler_airflow.images.dockerfile import ImageOptions
 from envscaler_airflow.images.dry_run import lacking_code
 from envscaler_airflow.images.locks import LOCK, resolve
+from envscaler_airflow.images.programs import index_access
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.targets import RENDERINGS, VARIANTS, render_spec
 from envscaler_airflow.images.targets import render as render_target

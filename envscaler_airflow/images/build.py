@@ -20,11 +20,18 @@ import envscaler_airflow
 from envscaler_airflow.agent_files import copy_agent, package_root
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.errors import BackendError, SpecError
-from envscaler_airflow.images.access import certificates, netrc, private_file, resolved
 from envscaler_airflow.images.bases import facts
 from envscaler_airflow.images.builders import Access, Builder, Image, Order
 from envscaler_airflow.images.dockerfile import CA, CREDENTIALS, ImageOptions
-from envscaler_airflow.images.programs import Output, find_program, run_program
+from envscaler_airflow.images.programs import (
+    Output,
+    certificates,
+    find_program,
+    netrc,
+    private_file,
+    resolved,
+    run_program,
+)
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.targets import render, slug
 from envscaler_airflow.local_files import cache_folder

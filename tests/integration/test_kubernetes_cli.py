@@ -15,7 +15,7 @@ from fakes.kubernetes.processes import Processes
 from kubernetes_validate import validate
 from kubernetes_validate.utils import latest_version
 
-from envscaler_airflow.backends.kubernetes import client, shared_watch
+from envscaler_airflow.backends.kubernetes import client, job_reader
 from envscaler_airflow.cli import main
 from envscaler_airflow.cli.run_commands import SAMPLE
 
@@ -49,7 +49,7 @@ def shell(tmp_path, monkeypatch):
 
         run.cluster = cluster
         yield run
-        shared_watch.close_views()
+        job_reader.close_views()
 
 
 def test_a_stage_is_submitted_shown_and_adopted(shell, monkeypatch):
@@ -59,8 +59,8 @@ def test_a_stage_is_submitted_shown_and_adopted(shell, monkeypatch):
     the folder of its own run.
     """
     started = []
-    real = shared_watch.View.start
-    monkeypatch.setattr(shared_watch.View, "start", lambda view: (started.append(view), real(view)))
+    real = job_reader.View.start
+    monkeypatch.setattr(job_reader.View, "start", lambda view: (started.append(view), real(view)))
     words = (
         "submit",
         "-f",

@@ -15,7 +15,7 @@ OWN = {
     "agent/envscaler_agent/sampler.py:main": "the wrapper's argument",
     "envscaler_airflow/backends/kubernetes/client.py:_read": "its only caller catches",
     "envscaler_airflow/backends/kubernetes/missing.py:_nodes": "kubectl's output",
-    "envscaler_airflow/backends/kubernetes/shared_watch.py:body": "written by this process",
+    "envscaler_airflow/backends/kubernetes/job_reader.py:body": "written by this process",
     "envscaler_airflow/catalog/__main__.py:read_machines": "of the developer who runs it",
     "envscaler_airflow/catalog/packaged.py:jobs": "of the package itself",
     "envscaler_airflow/cli/inspect.py:status": "written by this process",

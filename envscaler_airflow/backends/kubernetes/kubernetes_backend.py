@@ -62,9 +62,11 @@ from envscaler_airflow.backends.kubernetes.job_manifest import (
     secret_object,
 )
 from envscaler_airflow.backends.kubernetes.job_reader import (
+    View,
     gone,
     kept_output,
     look_at,
+    shared_view,
     steadily,
     with_history,
 )
@@ -79,7 +81,6 @@ from envscaler_airflow.backends.kubernetes.job_usage import came_late, usage_of
 from envscaler_airflow.backends.kubernetes.mounts import drivers_for
 from envscaler_airflow.backends.kubernetes.scheduling import LEAST_GRACE_S, any_node
 from envscaler_airflow.backends.kubernetes.security import OF_STORE
-from envscaler_airflow.backends.kubernetes.shared_watch import View, shared_view
 from envscaler_airflow.errors import BackendError, CapacityError, NoOfferError, SpecError
 from envscaler_airflow.images.targets import with_image
 from envscaler_airflow.run import Handle, Outcome, outcome_of

@@ -7,8 +7,8 @@ from fakes.kubernetes import Cluster, Program
 from integration.kubernetes.rig import Stagehand
 
 from envscaler_airflow.backends.kubernetes import client
+from envscaler_airflow.backends.kubernetes.job_reader import close_views
 from envscaler_airflow.backends.kubernetes.kubernetes_backend import KubernetesBackend
-from envscaler_airflow.backends.kubernetes.shared_watch import close_views
 
 
 @pytest.fixture

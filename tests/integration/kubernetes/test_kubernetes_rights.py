@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from integration.kubernetes.rig import OFFER, over, request_for, running, with_claim
 
+from envscaler_airflow.backends.kubernetes.job_reader import View
 from envscaler_airflow.backends.kubernetes.security import rbac
-from envscaler_airflow.backends.kubernetes.shared_watch import View
 from envscaler_airflow.errors import BackendError, CapacityError, EnvScalerError
 from envscaler_airflow.planning.offers import Allocation
 

@@ -7,9 +7,9 @@ import pytest
 from fakes.kubernetes import JOBS, QUOTAS
 from integration.kubernetes.rig import KEY, OFFER, eventually, over, request_for, running
 
-from envscaler_airflow.backends.kubernetes import shared_watch
+from envscaler_airflow.backends.kubernetes import job_reader
 from envscaler_airflow.backends.kubernetes.handles import handle_of
-from envscaler_airflow.backends.kubernetes.shared_watch import Kept, View
+from envscaler_airflow.backends.kubernetes.job_reader import Kept, View
 from envscaler_airflow.errors import BackendError
 from envscaler_airflow.owner.limits import BUDGET_EVERY_S
 from envscaler_airflow.owner.run_watch import AttemptWatcher
@@ -193,8 +193,8 @@ def test_stages_that_train_ask_the_api_server_twice_in_five_minutes_together(
 
     So one stage costs 0.4 requests a minute, and each further one of its namespace nothing.
     """
-    assert 2 * 60 / shared_watch.WATCH_S <= 0.5
-    monkeypatch.setattr(shared_watch, "WATCH_S", 1)
+    assert 2 * 60 / job_reader.WATCH_S <= 0.5
+    monkeypatch.setattr(job_reader, "WATCH_S", 1)
     maker, store, now = connect(), open_store(f"file://{tmp_path}/store"), [0.0]
     watchers = []
     for number in range(3):

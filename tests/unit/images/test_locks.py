@@ -10,10 +10,10 @@ import pytest
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Base, Runtime
 from envscaler_airflow.errors import ProtocolError, SpecError
-from envscaler_airflow.images.access import ca_bundle, netrc
 from envscaler_airflow.images.bases import facts
 from envscaler_airflow.images.build import assemble, check_base, qualified, step_of
 from envscaler_airflow.images.locks import Lock, apply_lock, parse_versions
+from envscaler_airflow.images.programs import ca_bundle, netrc
 from envscaler_airflow.images.requirement_files import Requirements
 
 

@@ -10,12 +10,12 @@ from envscaler_airflow.backends.kubernetes import names
 from envscaler_airflow.backends.kubernetes.client import Answer, Cluster, RefusedError
 from envscaler_airflow.backends.kubernetes.cluster_settings import Settings
 from envscaler_airflow.backends.kubernetes.handles import Part
-from envscaler_airflow.backends.kubernetes.job_reader import look_at
-from envscaler_airflow.backends.kubernetes.shared_watch import (
+from envscaler_airflow.backends.kubernetes.job_reader import (
     ExpiredError,
     Kept,
     Table,
     View,
+    look_at,
 )
 from envscaler_airflow.errors import BackendError
 
