@@ -27,6 +27,7 @@ from envscaler_airflow.cli.offer_options import (
     rejected_body,
     spot,
 )
+from envscaler_airflow.cli.profile_commands import stage_profile
 from envscaler_airflow.cli.specs import SpecSource, spec_options
 from envscaler_airflow.cli.tables import number
 from envscaler_airflow.clouds import all_clouds, price_sources, schemes, tariffs
@@ -48,12 +49,13 @@ from envscaler_airflow.planning import (
 from envscaler_airflow.planning.amounts import usd_text
 from envscaler_airflow.planning.data import DataPlace, data_places
 from envscaler_airflow.planning.jobs import JobModel, job_model
+from envscaler_airflow.planning.knowledge import first_known
 from envscaler_airflow.planning.market import MisfitOf, Scope, Search, search
 from envscaler_airflow.planning.near_misses import unknown_gpus, unpriced_offers
 from envscaler_airflow.planning.offers import InstanceType
 from envscaler_airflow.planning.stockouts import against
 from envscaler_airflow.planning.table import OfferTable
-from envscaler_airflow.store import open_store
+from envscaler_airflow.store import Store, open_store
 from envscaler_airflow.store.availability import stockouts
 
 SHOWN = 12
@@ -91,7 +93,8 @@ COLUMNS = (
 @click.option("--arch", default="x86_64", type=click.Choice(ARCHES), help="Architecture of the image.")
 @click.option("--exact", is_flag=True, help="Refuse nodes with more GPUs than requested.")
 @click.option("--job", "job_name", help="Known job that the stage runs; `--job list` lists them.")
-@click.option("--work", "units", type=POSITIVE, help="Total number of samples or tokens.")
+@click.option("--stage", help="Stage (`dag/task`) whose earlier runs in --store measured work and speeds.")
+@click.option("--work", "units", type=POSITIVE, help="Total number of samples or tokens; steps for --stage.")
 @click.option("--batch", type=POSITIVE, help="Batch of all GPUs together.")
 @click.option(
     "--data",
@@ -100,7 +103,7 @@ COLUMNS = (
     metavar="CLOUD:REGION[:GIB]",
     help="Location and size of the data.",
 )
-@click.option("--store", "store_url", help="Run store; skip offers that its runs found sold out.")
+@click.option("--store", "store_url", help="Run store, to skip what its runs found sold out.")
 @click.option("--limit", default=100, type=click.IntRange(1, 10_000), help="Number of candidates in --json.")
 @output_option
 @market_options
@@ -150,9 +153,11 @@ def plan_command(
 
 def _check_together(options: Mapping[str, Any]) -> None:
     """Refuse options that say nothing without another, rather than pass over them."""
+    if options["stage"] is not None and (options["job_name"] is not None or options["store_url"] is None):
+        raise SpecError(f"--stage {options['stage']}: goes with --store, and not with --job")
     if options["job_name"] is None:
         for option, name in (("--work", "units"), ("--batch", "batch")):
-            if options[name] is not None:
+            if options[name] is not None and (name == "batch" or options["stage"] is None):
                 raise SpecError(
                     f"{option} says nothing without a speed: add --job NAME (--job list has the names)"
                 )
@@ -222,7 +227,23 @@ def _search(
         data=(*data_places(spec, schemes()), *(_data(text) for text in options["data"])),
         tariffs=tariffs(),
     )
-    return search(needs, table, goal=_goal(options), knowledge=known, how=how, is_ordered=is_ordered(spec))
+    if options["stage"] is not None:
+        known = _learned(known, options["stage"], open_store(options["store_url"]))
+    made = search(needs, table, goal=_goal(options), knowledge=known, how=how, is_ordered=is_ordered(spec))
+    told = [f"{part} of {options['stage']}: {source}" for part, source in known.sources.items()]
+    return replace(made, notes=(*told, *made.notes))
+
+
+def _learned(known: Knowledge, stage: str, store: Store) -> Knowledge:
+    """*known* with what earlier runs of *stage* measured."""
+    found = stage_profile(store, stage)
+    learned, over = found.knowledge(), known.overheads
+    if (start := found.start_s.get("whole")) is not None:
+        over = replace(over, start_s=start.value, start_stdev_s=start.value * start.spread)
+    if found.checkpoint_s is not None and over.checkpoint_every_s is not None:
+        over = replace(over, checkpoint_s=found.checkpoint_s.value)
+    base = replace(known, unit=learned.unit, overheads=over, steps=learned.steps, is_guess=learned.is_guess)
+    return first_known((base, learned))
 
 
 def _misfit_of(spec: EnvSpec, model: JobModel | None) -> MisfitOf | None:

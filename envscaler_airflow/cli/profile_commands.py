@@ -85,6 +85,21 @@ def show(stage: str | None, *, as_json: bool, store: Store) -> None:
         click.echo(f"ignored: {fault}")
 
 
+def stage_profile(store: Store, text: str) -> StageProfile:
+    """What the runs of the stage that *text* names measured.
+
+    Raises:
+        SpecError: None or several stages are named so, or nothing of it can be read.
+    """
+    return _readable(_stage(store, text))
+
+
+def _readable(found: _Stage) -> StageProfile:
+    if not found.stored.runs:
+        raise SpecError(f"{found.name}: none of its profiles can be read: {'; '.join(found.stored.faults)}")
+    return _merged(found.stored)
+
+
 def _merged(stored: StoredProfiles) -> StageProfile:
     """The merge for the code of the newest run."""
     return merge(stored.runs, code=stored.runs[-1].code if stored.runs else "")
@@ -185,9 +200,8 @@ def advise(stage: str, *, as_json: bool, store: Store) -> None:
     The plan is that of its newest run, with the offers and prices of that time and what all runs measured.
     """
     found = _stage(store, stage)
-    if not found.stored.runs:
-        raise SpecError(f"{found.name}: none of its profiles can be read: {'; '.join(found.stored.faults)}")
-    run, merged = Run(store, found.stored.runs[-1].run), _merged(found.stored)
+    merged = _readable(found)
+    run = Run(store, found.stored.runs[-1].run)
     sizing, made, last = _sized(run, merged), _replanned(run, merged), found.stored.runs[-1]
     if as_json:
         plan = None if made is None else made.to_dict()

@@ -15,8 +15,11 @@ from envscaler_airflow.cli import main
 from envscaler_airflow.cli.plan import _advice, _commitment, _unpriced, _why_not
 from envscaler_airflow.planning import Allocation, Candidate, Goal, Knowledge, Offer, Plan, Speed
 from envscaler_airflow.planning.planner import candidate_of, rank_of
+from envscaler_airflow.planning.profile import RunProfile
 from envscaler_airflow.store import open_store
 from envscaler_airflow.store.availability import remember
+from envscaler_airflow.store.keys import RunKey
+from envscaler_airflow.store.profiles import add_profile, stage_folder
 
 LINES = [
     "aws,us-east-1,us-east-1a,g4dn.xlarge,4,16,T4,1,16,0.526,0.2,x86_64,5-10%,list,list",
@@ -175,6 +178,53 @@ def test_a_job_is_planned_with_times_costs_and_mixed_fleets(shell):
     )
     assert chosen["speed_source"] == "fitted"
     assert got["fleets"] == []  # the spec requires only one node
+
+
+@pytest.fixture
+def learned(tmp_path):
+    """A store in which two runs of a stage measured its work and speeds."""
+    (tmp_path / "store").mkdir()
+    store = open_store(str(tmp_path / "store"))
+    for number in (1, 2):
+        run = RunProfile(
+            f"d/retrain/r{number}/train/-1",
+            1,
+            time.time() - 1000.0 * number,
+            "succeeded",
+            units=36_000.0,
+            speeds={"aws/g4dn.xlarge": Speed(1.0, 0.05), "aws/g4dn.12xlarge": Speed(20.0, 1.0)},
+            start_s={"create": 30.0, "first_step": 10.0},
+            checkpoint_s=2.0,
+        )
+        add_profile(store, stage_folder(RunKey("d", "retrain", f"r{number}", "train")), run)
+    return str(tmp_path / "store")
+
+
+def test_what_earlier_runs_measured_ranks_by_cost_and_time(shell, learned):
+    """Ten hours on the small machine, half an hour on the large one, which costs less in all (B5)."""
+    options = ("--stage", "retrain/train", "--store", learned, "--strategy", "cost")
+    got = json.loads(shell("plan", "--json", *options).output)
+    half = json.loads(shell("plan", "--json", *options, "--work", "18000").output)
+
+    assert got["chosen"]["instance_type"] == "g4dn.12xlarge"
+    assert got["chosen"]["speed_source"] == "learned"
+    assert got["chosen"]["expected_time_h"] == pytest.approx(1800 / 3600 + 40 / 3600, rel=0.1)
+    assert "work of retrain/train: measured in 2 runs" in got["notes"]
+    assert half["chosen"]["expected_time_h"] < 0.6 * got["chosen"]["expected_time_h"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--stage", "train"), "--stage train: goes with --store, and not with --job"),
+        (("--stage", "score", "--store", "{store}"), "score: no stage with a profile ends so"),
+    ],
+)
+def test_a_stage_that_nothing_is_known_of_is_an_error(shell, learned, options, words):
+    """The message says what to write, and which stages there are."""
+    got = shell("plan", *(option.format(store=learned) for option in options))
+
+    assert (got.exit_code, words in got.output) == (2, True), got.output
 
 
 def test_jobs_are_listed(shell):
