@@ -46,8 +46,14 @@ REQUESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """The same for requests, by the kind of the actor that writes them: a sensor's worker, a task's own worker at
 its time-out, a killed trigger."""
-RACES = tuple(f"{request} {state} person" for request in REQUESTS for state in _OVER)
-"""What is possible only if the run ends between a person's look and the request, which then has no effect."""
+RACES = (
+    *(f"{request} {state} {who}" for request, by in REQUESTS.items() for who in by for state in _OVER),
+    "move-requested between worker",
+    "move-requested intended worker",
+)
+"""What is possible only if the run or the attempt ends between a writer's look and its request, which has no
+effect then.
+"""
 UNREACHED: Mapping[str, str] = {
     "change-undone changing owner": "no simulated cloud changes the number of nodes in place",
     "release-failed accepted owner": "an attempt is nearly always released by the time of the acceptance",
