@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from envscaler_airflow.backends.base import AttemptRequest
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.launch import Launch, Paths, launch_of
 from envscaler_airflow.planning.offers import Allocation
+from envscaler_airflow.run import Handle
 
 
 def launch(spec: Mapping[str, Any], nodes: int = 1, **fields: Any) -> Launch:
@@ -21,6 +23,13 @@ def launch(spec: Mapping[str, Any], nodes: int = 1, **fields: Any) -> Launch:
 def paths(**spec: Any) -> Paths:
     """The paths of a spec with these fields."""
     return launch(spec).paths
+
+
+def printed(handle: Handle) -> bytes:
+    """What the nodes of an attempt of the local backend printed, as far as it is kept."""
+    return b"".join(
+        path.read_bytes() for path in sorted(Path(handle.details["folder"]).glob("n*/output/*.log"))
+    )
 
 
 def request(

@@ -216,12 +216,6 @@ class Backend(Protocol):
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
         """Billed intervals so far, one or more for each node."""
 
-    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """What the nodes printed, ``(node, bytes)``, from byte offset *since* of each node.
-
-        For users with access to the machine; the run's logs are in the store.
-        """
-
     def release(self, handle: Handle) -> None:
         """Remove what an ended attempt left on the machine. Never touches a running one."""
 

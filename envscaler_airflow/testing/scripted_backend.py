@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,6 @@ class _Life:
     vcpus: float
     allocation: Allocation
     ended: dict[int, float] = field(default_factory=dict)
-    output: dict[int, bytearray] = field(default_factory=dict)
     is_hidden: bool = False
     is_released: bool = False
 
@@ -163,10 +162,6 @@ class ScriptedBackend:
         """Undo :meth:`hide`."""
         self._life(handle).is_hidden = False
 
-    def write_output(self, handle: Handle, text: bytes, *, node: int = 0) -> None:
-        """Add output of *node*."""
-        self._life(handle).output.setdefault(node, bytearray()).extend(text)
-
     @property
     def live(self) -> list[Handle]:
         """Attempts with a live node; a test of "at most one" counts these."""
@@ -234,20 +229,12 @@ class ScriptedBackend:
         now = self.clock.time()
         return tuple(UsageInterval(n.node, life.started, life.ended.get(n.node), now) for n in life.nodes)
 
-    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """The output that the test added."""
-        self._enter("logs", handle.name)
-        for node, text in sorted(self._life(handle).output.items()):
-            if rest := bytes(text[(since or {}).get(node, 0) :]):
-                yield node, rest
-
     def release(self, handle: Handle) -> None:
         """Forget an ended attempt."""
         self._enter("release", handle.name)
         life = self._life(handle)
         if not life.is_hidden and AttemptStatus(tuple(life.nodes)).is_over:
             life.is_released = True
-            life.output.clear()
 
     def _enter(self, method: str, name: str) -> Exception | None:
         """Record the call; raise its scripted error, or return the one to raise afterwards."""

@@ -43,10 +43,6 @@ class ScriptedHarness:
         """Remove the machine."""
         self.backend.lose(handle)
 
-    def printed(self, handle, text):
-        """Let node 0 print."""
-        self.backend.write_output(handle, text)
-
     def close(self):
         """Nothing runs."""
 
@@ -88,10 +84,6 @@ class LocalHarness:
         """Kill every process without a report."""
         self.backend.take_away(handle)
 
-    def printed(self, handle, text):
-        """Let the node print."""
-        os.write(self._ends[0], text + b"\n")
-
     def close(self):
         """Leave no process behind."""
         for handle in self.backend.attempts():
@@ -131,10 +123,6 @@ class KubernetesHarness:
         """Delete the Job, since the Job recreates the pod of a node that disappears."""
         path = f"/apis/batch/v1/namespaces/default/jobs/{handle.name}"
         self.backend.cluster.delete(path, uid=handle.details["uid"])
-
-    def printed(self, handle, text):
-        """Let node 0 print."""
-        self._cluster.pod(f"{handle.name}-0-").print(text.decode())
 
     def close(self):
         """Stop the server."""
@@ -354,18 +342,6 @@ def test_usage_of_a_lost_machine_is_closed(harness):
 
     assert interval.end is not None
     assert interval.end >= interval.start
-
-
-def test_logs_go_on_from_an_offset(harness):
-    """All bytes, then only those after the third."""
-    _, handle = started(harness)
-
-    harness.printed(handle, b"loss=0.5")
-    harness.end(handle, 0)
-    eventually(harness, handle, lambda status: status.is_over)
-
-    assert b"".join(text for _, text in harness.backend.logs(handle)) == b"loss=0.5"
-    assert list(harness.backend.logs(handle, since={0: 3})) == [(0, b"s=0.5")]
 
 
 def test_release_never_touches_a_live_attempt(harness):

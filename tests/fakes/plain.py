@@ -73,8 +73,7 @@ class Plain:
 
     def said(self, attempt: int = 0) -> str:
         """What an attempt printed, the last one by default."""
-        chunks = self.backend.logs(self.handles[attempt - 1])
-        return b"".join(text for _, text in chunks).decode("utf-8", "replace")
+        return attempts.printed(self.handles[attempt - 1]).decode("utf-8", "replace")
 
     def until(self, pattern: str, patience_s: float = 150) -> str:
         """Wait until the live attempt has printed *pattern*; its output."""

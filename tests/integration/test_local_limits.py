@@ -40,7 +40,7 @@ def run(tmp_path, *command, cgroups=True, memory=None):
     while not backend.observe(handle).is_over and time.monotonic() < until:
         time.sleep(0.05)
     [status] = backend.observe(handle).nodes
-    output = b"".join(text for _, text in backend.logs(handle)).decode()
+    output = attempts.printed(handle).decode()
     node = files.read_json(Path(handle.details["folder"], "n0", files.NODE))
     backend.stop(handle, grace_s=0)
     backend.release(handle)

@@ -167,7 +167,7 @@ def test_a_graceful_stop_lets_the_last_words_out(run):
         while True: time.sleep(0.1)
     """
     handle = run.start(script)
-    wait_for(lambda: [text for _, text in run.backend.logs(handle)], lambda texts: b"up" in b"".join(texts))
+    wait_for(lambda: attempts.printed(handle), lambda text: b"up" in text)
 
     run.backend.stop(handle, grace_s=20)
 
@@ -195,5 +195,5 @@ def test_no_secret_is_on_the_machine_s_disk_or_in_the_store(run):
 
     assert end.reason == "succeeded"
     files = [path for path in Path(run.folder).rglob("*") if path.is_file()]
-    assert b"key ***" in b"".join(text for _, text in run.backend.logs(next(run.backend.attempts())))
+    assert b"key ***" in attempts.printed(next(run.backend.attempts()))
     assert [path for path in files if canary.encode() in path.read_bytes()] == []

@@ -103,11 +103,6 @@ class SimBackend:
         found = (self.cloud.interval(node) for node in self._attempt(handle).all_nodes)
         return tuple(one for one in found if one is not None)
 
-    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """See :meth:`Backend.logs`: nothing is kept."""
-        del handle, since
-        return iter(())
-
     def release(self, handle: Handle) -> None:
         """See :meth:`Backend.release`."""
         self._ask(f"release {handle.name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -493,29 +493,3 @@ def _warnings(cluster: Cluster, view: View | None, seen: Seen) -> tuple[Json, ..
         with suppress(RefusedError):
             found += cluster.list(names.events(metadata["namespace"]), query).body["items"]
     return tuple(found)
-
-
-_NO_LOG = (
-    b'failed to try resolving symlinks in path "/var/log/pods/',
-    b"unable to retrieve container logs for ",
-)
-"""The kubelet's message, with status 200, that a log no longer exists. Source: kubelet, kuberuntime_logs.go.
-"""
-
-
-def kept_output(
-    cluster: Cluster, pods: Iterable[tuple[int, Json]], since: Mapping[int, int]
-) -> Iterator[tuple[int, bytes]]:
-    """The output of each ``(node, pod)`` that the kubelet keeps, from byte *since* on."""
-    for node, pod in pods:
-        path = names.pods(pod["metadata"]["namespace"], pod["metadata"]["name"], "log")
-        lines: list[bytes] = []
-        try:
-            lines = list(cluster.stream(path, {"container": names.MAIN}))
-        except RefusedError as err:
-            if err.status not in (400, 404):  # not started, or deleted
-                raise
-        whole = b"".join(lines)
-        text = b"" if whole.startswith(_NO_LOG) else whole[since.get(node, 0) :]
-        if text:
-            yield node, text

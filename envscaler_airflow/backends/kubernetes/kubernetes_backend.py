@@ -64,7 +64,6 @@ from envscaler_airflow.backends.kubernetes.job_manifest import (
 from envscaler_airflow.backends.kubernetes.job_reader import (
     View,
     gone,
-    kept_output,
     look_at,
     shared_view,
     steadily,
@@ -500,10 +499,6 @@ class KubernetesBackend:
             if came_late(seen, part):
                 amend(self.cluster, part, {"metadata": {"annotations": {names.DELAYED_PODS: "true"}}})
         return found
-
-    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """The output of each node that the kubelet keeps, from byte *since* on."""
-        return kept_output(self.cluster, self.pods(handle), since or {})
 
     def rescale(self, handle: Handle, nodes: int) -> Handle:
         """Change its Job to *nodes* nodes, keeping the first ones; returns the new handle.

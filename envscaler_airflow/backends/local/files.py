@@ -155,8 +155,6 @@ SEGMENT_BYTES = 4 << 20
 KEPT_SEGMENTS = 4
 """At most 16 MiB per node stay on the machine. Chosen: the whole log is in the store."""
 
-_READ_BYTES = 1 << 16
-
 
 class OutputWriter:
     """Appends bytes; starts a new segment when one is full and removes the oldest."""
@@ -191,18 +189,6 @@ class OutputWriter:
             self._offset, self._used = self._offset + self._used, 0
             for _, path in _segments(self._folder)[: -self._kept]:
                 path.unlink()
-
-
-def read_output(folder: Path, since: int) -> Iterator[bytes]:
-    """Bytes from offset *since* on; those that rotation removed are skipped."""
-    for offset, path in _segments(folder):
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, since - offset))
-                while chunk := file.read(_READ_BYTES):
-                    yield chunk
-        except FileNotFoundError:
-            continue
 
 
 def _segment(folder: Path, offset: int) -> Path:

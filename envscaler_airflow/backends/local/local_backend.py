@@ -27,7 +27,6 @@ from envscaler_airflow.backends.base import (
     NodeFault,
 )
 from envscaler_airflow.backends.local import files
-from envscaler_airflow.backends.local.files import read_output
 from envscaler_airflow.backends.local.machine import Machine, this_machine
 from envscaler_airflow.backends.local.node_plan import (
     Programs,
@@ -282,12 +281,6 @@ class LocalBackend:
     def usage(self, handle: Handle) -> tuple[UsageInterval, ...]:
         """One interval for each node that was started, by node main's timestamps."""
         return tuple(found for view in self._views(handle) if (found := view.usage()) is not None)
-
-    def logs(self, handle: Handle, *, since: Mapping[int, int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """The kept output of each node, from byte *since* on."""
-        for view in self._views(handle):
-            for chunk in read_output(view.folder / files.OUTPUT, (since or {}).get(view.node, 0)):
-                yield view.node, chunk
 
     def release(self, handle: Handle) -> None:
         """Remove the folder and cgroups of an ended attempt; one that runs or is unknown stays."""

@@ -101,10 +101,6 @@ class ToyBackend:
         body = self._read(handle)
         return () if body is None else (UsageInterval(0, body["start"], body["end"], time.time()),)
 
-    def logs(self, handle, *, since=None):
-        """A desk keeps no output."""
-        return iter(())
-
     def release(self, handle):
         """Remove the file of an ended attempt."""
         body = self._read(handle)

@@ -402,18 +402,3 @@ def test_memory_is_bounded_without_a_limit_and_raised_with_its_request(cluster, 
 
     assert before == ["64Mi", "256Mi"]
     assert memory() == ["384Mi", "384Mi"]
-
-
-def test_a_kubelets_own_error_is_no_output_of_the_training(cluster, connect):
-    """Its log file is gone, and the answer is 200 nevertheless (D10)."""
-    backend = connect()
-    handle = backend.submit(request_for())
-    running(backend, handle)
-    pod = cluster.pod(f"{handle.name}-0-")
-    pod.print("step 1\n")
-    assert dict(backend.logs(handle)) == {0: b"step 1\n"}
-
-    pod.lose_log()
-
-    assert list(backend.logs(handle)) == []
-    assert list(backend.logs(handle, since={0: 3})) == []

@@ -20,7 +20,6 @@ NEEDED = [
     ("", "persistentvolumeclaims", "patch"),
     ("", "pods", "list"),
     ("", "pods", "delete"),
-    ("", "pods/log", "get"),
     ("", "configmaps", "create"),
     ("", "secrets", "create"),
     ("", "nodes", "list"),
@@ -59,7 +58,6 @@ def life(backend):
     request = request_for(spec=spec)
     handle = backend.submit(request)
     running(backend, handle)
-    list(backend.logs(handle))
     backend.stop(handle, grace_s=5)
     assert over(backend, handle) == [("ended", "stopped")]
     backend.release(handle)

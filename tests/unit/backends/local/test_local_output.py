@@ -1,13 +1,13 @@
-"""Unit tests of a node's output on the machine: bounded, and addressed by byte."""
+"""Unit tests of a node's output on the machine: bounded, in order."""
 
 from pathlib import Path
 
-from envscaler_airflow.backends.local.files import OutputWriter, read_output
+from envscaler_airflow.backends.local.files import OutputWriter
 
 
-def text(folder, since=0):
-    """Return everything that is kept from byte *since* on."""
-    return b"".join(read_output(folder, since))
+def text(folder):
+    """Return everything that is kept."""
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.log")))
 
 
 def write(folder, *chunks, kept=3):
@@ -18,22 +18,22 @@ def write(folder, *chunks, kept=3):
     writer.close()
 
 
-def test_output_is_read_from_any_byte(tmp_path):
-    """Across segments too."""
+def test_segments_are_named_by_their_first_byte(tmp_path):
+    """The second begins at byte 10."""
     write(tmp_path, b"0123456789", b"abcde")
 
     assert text(tmp_path) == b"0123456789abcde"
-    assert text(tmp_path, 8) == b"89abcde"
-    assert text(tmp_path, 12) == b"cde"
-    assert text(tmp_path, 99) == b""
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "000000000000000.log",
+        "000000000000010.log",
+    ]
 
 
 def test_the_oldest_segments_go(tmp_path):
-    """Five full segments, three are kept; offsets do not change."""
+    """Five full segments, three are kept."""
     write(tmp_path, *(bytes([48 + i]) * 10 for i in range(5)))
 
     assert text(tmp_path) == b"2" * 10 + b"3" * 10 + b"4" * 10
-    assert text(tmp_path, 45) == b"4" * 5
 
 
 def test_a_second_writer_goes_on_after_the_first(tmp_path):
@@ -42,14 +42,6 @@ def test_a_second_writer_goes_on_after_the_first(tmp_path):
     write(tmp_path, b"two")
 
     assert text(tmp_path) == b"one two"
-
-
-def test_nothing_written_is_nothing_read(tmp_path):
-    """The same for an absent folder."""
-    write(tmp_path / "made")
-
-    assert text(tmp_path / "made") == b""
-    assert text(tmp_path / "absent") == b""
 
 
 def test_a_full_disk_loses_bytes_and_not_the_caller(tmp_path):
