@@ -27,11 +27,10 @@ from envscaler_airflow.cli.offer_options import (
     offer_body,
     offer_cells,
     places,
-    print_table,
     quantity,
     spot,
 )
-from envscaler_airflow.cli.tables import number
+from envscaler_airflow.cli.tables import number, print_table
 from envscaler_airflow.clouds import Access, PriceFeed, price_sources
 from envscaler_airflow.envspec import gpus as gpu_names
 from envscaler_airflow.envspec.quantities import cpu_cores, gpu_memory_gb, memory_bytes

@@ -26,7 +26,7 @@ import envscaler_airflow
 from envscaler_agent.protocol import Status
 from envscaler_airflow.cli.common import echo_json, output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
-from envscaler_airflow.cli.follow import StageFollower, moves
+from envscaler_airflow.cli.follow import StageFollower, moves, progress_parts
 from envscaler_airflow.cli.shell_owner import signals
 from envscaler_airflow.cli.specs import pairs
 from envscaler_airflow.cli.tables import print_report
@@ -451,21 +451,15 @@ def _steps_per_s(attempt: AttemptState) -> float | None:
 
 
 def progress_words(status: Status) -> str:
-    """``epoch 12/36, step 528/1584, 18.3 steps/s, loss 0.71``, as far as it is known."""
-    progress = status.progress
-    parts = []
-    if progress.epoch is not None:
-        parts.append(f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else ""))
-    if progress.step:
-        parts.append(f"step {progress.step}" + (f"/{progress.total_steps}" if progress.total_steps else ""))
-    if progress.steps_per_s:
-        parts.append(f"{progress.steps_per_s:.1f} steps/s")
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.3f}")
-    moving = transfer_text(status)
-    if moving:
-        parts.append(moving)
-    return ", ".join(parts) if parts else status.phase
+    """``epoch 12/36, step 528 of 1,584 (33 %), 18.3 steps/s, loss 0.71``, as far as it is known."""
+    progress, moving = status.progress, transfer_text(status)
+    epoch = f"epoch {progress.epoch}" + (f"/{progress.epochs}" if progress.epochs else "")
+    parts = [
+        *([] if progress.epoch is None else [epoch]),
+        *progress_parts(status),
+        *([moving] if moving else []),
+    ]
+    return ", ".join(parts) or status.phase
 
 
 def _console(*, to_stderr: bool = False) -> Console:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
-import shutil
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +14,6 @@ from typing import Any, TextIO, TypeVar, cast
 import click
 
 from envscaler_airflow.catalog.sources import cache_dir, has_live_prices, open_catalog, read_scope
-from envscaler_airflow.cli.tables import LEAST_COLUMNS
 from envscaler_airflow.clouds import tariffs
 from envscaler_airflow.envspec import gpus as gpu_names
 from envscaler_airflow.envspec.quantities import cpu_cores, memory_bytes
@@ -115,8 +111,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 ARCHES = ("x86_64", "arm64", "any")
 CAPACITIES = ("spot", "on-demand", "auto")
 
-_HEAD = 2
-"""Columns that name a row: where, and what."""
 SHOWN_FAULTS = 3
 """Refused values of a table that are named. Chosen."""
 
@@ -371,29 +365,3 @@ def offer_cells(offer: Offer, others: int, *, nodes: str = "") -> list[str]:
     """Place, type, size and GPUs of an offer as a table shows them."""
     size = (f"{offer.vcpus:g}", f"{offer.memory_gib:g}", accelerators(offer))
     return [infra(offer, others), nodes + offer.instance_type, *size]
-
-
-def _print_folded(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Two lines for each row: what it is, then the rest by name, without what is empty."""
-    for line in lines:
-        head = "  ".join(cell for cell in line[:_HEAD] if cell)
-        rest = [
-            f"{name} {cell}".strip()
-            for name, cell in zip(columns[_HEAD:], line[_HEAD:], strict=True)
-            if cell not in ("", "-")
-        ]
-        click.echo(textwrap.fill(head, LEAST_COLUMNS, subsequent_indent="  ", break_long_words=False))
-        for text in textwrap.wrap(", ".join(rest), LEAST_COLUMNS - 4):
-            click.echo(f"    {text}")
-
-
-def print_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """As wide as its contents, so that nothing is cut when it is piped; on a narrower terminal folded."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
-    columns_here = shutil.get_terminal_size().columns
-    if sys.stdout.isatty() and sum(widths) + 2 * (len(widths) - 1) > max(columns_here, LEAST_COLUMNS):
-        _print_folded(columns, lines)
-        return
-    for line in itertools.chain([columns], lines):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        click.echo(text.rstrip())

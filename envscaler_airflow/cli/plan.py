@@ -22,14 +22,13 @@ from envscaler_airflow.cli.offer_options import (
     market_options,
     offer_cells,
     places,
-    print_table,
     quantity,
     rejected_body,
     spot,
 )
 from envscaler_airflow.cli.profile_commands import stage_profile
 from envscaler_airflow.cli.specs import SpecSource, spec_options
-from envscaler_airflow.cli.tables import number
+from envscaler_airflow.cli.tables import number, print_table
 from envscaler_airflow.clouds import all_clouds, price_sources, schemes, tariffs
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.quantities import duration_s

@@ -1,12 +1,17 @@
-"""Runs and bills as tables for a terminal."""
+"""Tables for a terminal: runs, bills, and rows of any kind."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +31,8 @@ _RUN_COLUMNS = 22
 """Least width of a run's name in a list. Chosen: six columns fit a terminal of 80."""
 PIPED_COLUMNS = 1000
 """Width where the output is piped: a row stays on its line, and nothing is cut. Chosen: no row is as long."""
+_HEAD = 2
+"""Columns that name a row: where, and what."""
 
 
 def _own_console() -> Console:
@@ -113,10 +120,9 @@ def print_run(
     *,
     waits: str = "",
     parameters: Mapping[str, object] | None = None,
-    console: Console | None = None,
 ) -> None:
     """One run: its attempts, what the nodes of the current one last said, and what they wait for."""
-    console, state = console or _own_console(), row.state
+    console, state = _own_console(), row.state
     reason = f": {printable(state.reason)}" if state.reason else ""
     console.print(Text.assemble(f"{row.prefix}: ", (row.status, "bold"), reason))
     age = "not begun" if row.age_s is None else f"began {duration_text(row.age_s)} ago"
@@ -192,9 +198,9 @@ def print_report(report: Report, console: Console | None = None) -> None:
         console.print(f"note: {note}")
 
 
-def print_rehearsals(found: Sequence[Rehearsal], console: Console | None = None) -> None:
+def print_rehearsals(found: Sequence[Rehearsal]) -> None:
     """What each fault of a drill took and cost, and below it which bounds were missed."""
-    console = console or _own_console()
+    console = _own_console()
     table = _table(title="Drill")
     for column in ("FAULT", "DETECTED", "RESUMED", "PAUSE", "LOST", "USD", "BEFORE", "AFTER", "VERDICT"):
         _add_column(table, column)
@@ -239,3 +245,29 @@ def _cost(usd: float | None, least_usd: float | None) -> str:
 def number(value: float | None, form: str) -> str:
     """``?`` for what is unknown."""
     return "?" if value is None else format(value, form)
+
+
+def _print_folded(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Two lines for each row: what it is, then the rest by name, without what is empty."""
+    for line in lines:
+        head = "  ".join(cell for cell in line[:_HEAD] if cell)
+        rest = [
+            f"{name} {cell}".strip()
+            for name, cell in zip(columns[_HEAD:], line[_HEAD:], strict=True)
+            if cell not in ("", "-")
+        ]
+        click.echo(textwrap.fill(head, LEAST_COLUMNS, subsequent_indent="  ", break_long_words=False))
+        for text in textwrap.wrap(", ".join(rest), LEAST_COLUMNS - 4):
+            click.echo(f"    {text}")
+
+
+def print_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """As wide as its contents, so that nothing is cut when it is piped; on a narrower terminal folded."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *lines, strict=True)]
+    columns_here = shutil.get_terminal_size().columns
+    if sys.stdout.isatty() and sum(widths) + 2 * (len(widths) - 1) > max(columns_here, LEAST_COLUMNS):
+        _print_folded(columns, lines)
+        return
+    for line in itertools.chain([columns], lines):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        click.echo(text.rstrip())

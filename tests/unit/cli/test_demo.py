@@ -273,7 +273,10 @@ def test_shows_progress_as_far_as_it_is_known():
 
     assert progress_words(Status(phase="setup")) == "setup"
     assert progress_words(moving) == "restoring checkpoint 440: 12 % of 8 bytes"
-    assert progress_words(Status(progress=busy)) == "epoch 1/3, step 5/9, 2.0 steps/s, loss 0.500"
+    assert (
+        progress_words(Status(progress=busy))
+        == "epoch 1/3, step 5 of 9 (55 %), 2 steps/s, 2 s left, loss 0.5"
+    )
 
 
 def test_refuses_a_folder_without_the_example(tmp_path):

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from envscaler_agent.protocol import Ended, Progress, Status, Transfer
-from envscaler_airflow.cli.offer_options import print_table
-from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs
+from envscaler_airflow.cli.tables import RunRow, print_report, print_run, print_runs, print_table
 from envscaler_airflow.owner.report import AttemptReport, Report
 from envscaler_airflow.planning import Allocation, Offer
 from envscaler_airflow.run import Event, RunState
