@@ -248,9 +248,7 @@ class Cluster:
             if err.status not in (404, 409):
                 raise
 
-    def stream(
-        self, path: str, query: Mapping[str, Any], *, read_timeout_s: float = TIMEOUT_S
-    ) -> Iterator[bytes]:
+    def stream(self, path: str, query: Mapping[str, Any], *, read_timeout_s: float) -> Iterator[bytes]:
         """The answer line by line, as it arrives. Raises BackendError."""
         response = self._send(_Call("GET", path, query, read_timeout_s=read_timeout_s))
         with closing(response):

@@ -119,7 +119,7 @@ def jobs(namespace: str, name: str = "") -> str:
 
 
 def pods(namespace: str, name: str = "", part: str = "") -> str:
-    """Pods of a namespace, one of them, or its ``status``, ``log``, ``resize``."""
+    """Pods of a namespace, one of them, or its ``status``, ``resize``, ``eviction``, ``exec``."""
     return _join(f"/api/v1/namespaces/{namespace}/pods", name, part)
 
 

@@ -9,7 +9,8 @@
     stop.json     asks node main to end
     end.json      written last by node main: how the node ended
     ballast       reserves space that is freed once the training has ended, for the final reports
-    spool/ work/ root/ output/
+    output/       what the node printed, for users of this machine; the run's logs are in the store
+    spool/ work/ root/
 
 ``<root>/<run>-saves/n<i>/`` has what the training saves to ``checkpoint.path``: the same path in every
 attempt of a run, empty when one begins.
