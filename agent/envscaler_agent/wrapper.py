@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from envscaler_agent import process
 from envscaler_agent import spool as ex
@@ -84,13 +84,16 @@ class Wrapper:
         *,
         spool: Optional[ex.Spool] = None,
         options: Options = Options(),
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """Prepare to run *argv*; nothing is started or written yet."""
         self._argv = list(argv)
         self._spool = spool
         self._options = options
+        self._clock = clock
         self._start = ex.Start()
-        self._reporter = Reporter(spool, clock=time.monotonic, wall=time.time)
+        self._reporter = Reporter(spool, clock=clock, wall=wall)
         self._masker = Masker([])
         self._report = ex.SessionReport()
         self._progress = Progress()
@@ -152,7 +155,7 @@ class Wrapper:
         if self._spool is None:
             return True
         limit = self._options.wait_start_s
-        deadline = None if limit is None else time.monotonic() + limit
+        deadline = None if limit is None else self._clock() + limit
         start = ex.Watched(self._spool.start)
         self._reporter.set(**_identity(os.environ))
         while True:
@@ -162,10 +165,10 @@ class Wrapper:
                 at = self._start
                 self._reporter.set(generation=at.generation, attempt=at.attempt, node=at.node)
                 return True
-            self._look_at_control(time.monotonic())
+            self._look_at_control(self._clock())
             if self._signals or self._ask is not None:
                 return False
-            if deadline is not None and time.monotonic() >= deadline:
+            if deadline is not None and self._clock() >= deadline:
                 if limit == 0:
                     return True
                 raise ProtocolError(f"no start.json within {limit:g} s in {self._spool.root}")
@@ -215,19 +218,19 @@ class Wrapper:
         copier = self._make_copier(masker)
         copier.say(self._options.warning)
         stall = StallWatch(self._start.stall_factor, self._start.stall_min_s)
-        self._reporter.set(phase="running", setup_s=round(time.monotonic() - self._reporter.origin, 3))
+        self._reporter.set(phase="running", setup_s=round(self._clock() - self._reporter.origin, 3))
         if self._spool is not None and self._options.sampler:
             self._sampler = SamplerChild(
-                interval_s=self._start.sample_interval_s, origin=self._reporter.origin, clock=time.monotonic
+                interval_s=self._start.sample_interval_s, origin=self._reporter.origin, clock=self._clock
             )
             self._sampler.watch(command.pid, environ)
-        tracker = _Tracker(copier, stall, time.monotonic())
+        tracker = _Tracker(copier, stall, self._clock())
         self._selector.register(reading, selectors.EVENT_READ)
-        next_tick = time.monotonic()
+        next_tick = self._clock()
         while self._code is None:
-            self._turn(command, reading, tracker, max(0.0, next_tick - time.monotonic()))
-            if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + self._options.tick_s
+            self._turn(command, reading, tracker, max(0.0, next_tick - self._clock()))
+            if self._clock() >= next_tick:
+                next_tick = self._clock() + self._options.tick_s
                 self._tick(command, tracker)
         self._clean_up(command, reading, tracker)
         return self._finish(copier, oom_kills(os.getpid()) - kills_before)
@@ -240,7 +243,7 @@ class Wrapper:
                 "log",
                 max_bytes=LOG_CHUNK_BYTES,
                 max_age_s=LOG_CHUNK_S,
-                clock=time.monotonic,
+                clock=self._clock,
             )
         return OutputCopier(masker, LogPatterns(self._start.log_patterns), chunks, self._out)
 
@@ -290,7 +293,7 @@ class Wrapper:
                 self._orphans_cpu_s += child.cpu_s
 
     def _tick(self, command: subprocess.Popen[bytes], tracker: "_Tracker") -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._look_at_control(now)
         self._look_at_session(now, tracker)
         self._take_signals(now, command)
@@ -418,11 +421,11 @@ class Wrapper:
             if self._sampler.output is not None:
                 self._register(self._sampler.output, selectors.EVENT_READ, wanted=False)
             self._sampler.stop()
-        deadline = time.monotonic() + DRAIN_S
+        deadline = self._clock() + DRAIN_S
         killed = False
-        while not tracker.is_drained and time.monotonic() < deadline:
+        while not tracker.is_drained and self._clock() < deadline:
             self._turn(command, reading, tracker, 0.05)
-            if not killed and time.monotonic() >= deadline - DRAIN_S / 2:
+            if not killed and self._clock() >= deadline - DRAIN_S / 2:
                 self._kill(command, signal.SIGKILL)
                 killed = True
         self._kill(command, signal.SIGKILL)
@@ -430,21 +433,21 @@ class Wrapper:
         os.close(reading)
         tracker.is_drained = True
         tracker.found = tracker.copier.finish() or tracker.found
-        deadline = time.monotonic() + DRAIN_S
-        while tracker.copier.has_pending and time.monotonic() < deadline:
+        deadline = self._clock() + DRAIN_S
+        while tracker.copier.has_pending and self._clock() < deadline:
             self._turn(command, reading, tracker, 0.05)
-        deadline = time.monotonic() + DRAIN_S
-        while process.has_children() and time.monotonic() < deadline:
+        deadline = self._clock() + DRAIN_S
+        while process.has_children() and self._clock() < deadline:
             self._turn(command, reading, tracker, 0.02)
-        self._look_at_control(time.monotonic())  # the session may have read the owner's request before us
-        self._look_at_session(time.monotonic(), tracker)
+        self._look_at_control(self._clock())  # the session may have read the owner's request before us
+        self._look_at_session(self._clock(), tracker)
 
     def _finish(self, copier: OutputCopier, kills: int) -> int:
         end = self._how_it_ended(max(0, kills))
         if end.code == 0 and end.is_done is not True and not self._signals:
-            deadline = time.monotonic() + TOGETHER_S
-            while not self._signals and time.monotonic() < deadline:
-                self._wait(deadline - time.monotonic())
+            deadline = self._clock() + TOGETHER_S
+            while not self._signals and self._clock() < deadline:
+                self._wait(deadline - self._clock())
             end = self._how_it_ended(max(0, kills))
         ended, code = tell_end(end, copier.tail())
         self._reporter.set(
