@@ -18,6 +18,7 @@ from envscaler_airflow.backends.base import SILENT, Backend, ReplacesNodes
 from envscaler_airflow.errors import (
     BackendError,
     BudgetError,
+    NoOfferError,
     ProtocolError,
     RunFailedError,
     SpecError,
@@ -251,7 +252,13 @@ class Owner:
                 action.kind,
                 action.reason,
             )
-            result = self._act(state, action)
+            try:
+                result = self._act(state, action)
+            except (SpecError, NoOfferError, BudgetError):  # recorded: the run has failed
+                waiting = self._releaser.waiting(self.owned.run.events.load())
+                if waiting is None:
+                    raise
+                return waiting
             if isinstance(result, Waiting | Delivered):
                 return result
             if action.kind in ("start", "end", "kill"):

@@ -129,6 +129,24 @@ def test_the_try_after_a_clear_waits_for_the_release_too(world):
     assert world.state.attempts[0].unreleased == ""
 
 
+def test_a_try_that_cannot_pay_for_a_start_waits_for_the_release_too(world):
+    """The budget does not pay for another attempt; the machine of the last one is not released yet (A8)."""
+    owner = world.owner(budget_usd=0.0501)
+    owner.enter()
+    world.clock.advance(3600)
+    world.backend.lose(world.handle)
+    for _ in range(2):
+        world.backend.fail_next("release", AWAY)
+    owner.resume(Wake("status"))
+
+    waiting = owner.resume(Wake("backoff"))
+    with pytest.raises(BudgetError, match="budget"):
+        owner.resume(Wake("backoff"))
+
+    assert "is not released: the API server does not answer" in waiting.reason
+    assert world.state.attempts[0].unreleased == ""
+
+
 def test_a_result_is_delivered_though_its_machines_are_never_given_back(world):
     """Ten minutes without an API server; at once where it refuses for good (A8)."""
     owner = world.owner()
