@@ -13,7 +13,7 @@ from envscaler_airflow.run.cost import UsageInterval
 
 if TYPE_CHECKING:
     from envscaler_airflow.envspec.models import EnvSpec
-    from envscaler_airflow.images import Artefact
+    from envscaler_airflow.images.artefacts import Artefact
     from envscaler_airflow.launch import Launch
 
 SIDECAR_IMAGE = "envscaler/sidecar:latest"

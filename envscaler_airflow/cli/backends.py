@@ -14,7 +14,7 @@ import yaml
 
 from envscaler_airflow.backends import BackendType, ShellOption, all_backends, backend_type
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.cli import NOT_NEGATIVE, echo_result, output_option, store_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, echo_result, output_option, store_option
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.owner.reap import reap as reap_attempts
 from envscaler_airflow.store.run_store import Store

@@ -13,8 +13,8 @@ import click
 
 from envscaler_airflow.backends import backend_names
 from envscaler_airflow.backends.base import Backend
-from envscaler_airflow.cli import duration_option, echo_json, echo_result, output_option, store_option
 from envscaler_airflow.cli.backends import shell_backend
+from envscaler_airflow.cli.common import duration_option, echo_json, echo_result, output_option, store_option
 from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.inspect import followed
 from envscaler_airflow.cli.shell_owner import (

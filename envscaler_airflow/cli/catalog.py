@@ -15,7 +15,7 @@ from envscaler_airflow.catalog.packaged import packaged
 from envscaler_airflow.catalog.prices import PriceCache
 from envscaler_airflow.catalog.shared_prices import publish
 from envscaler_airflow.catalog.sources import cache_dir
-from envscaler_airflow.cli import echo_json, output_option
+from envscaler_airflow.cli.common import echo_json, output_option
 from envscaler_airflow.cli.offer_options import (
     ARCHES,
     CAPACITIES,

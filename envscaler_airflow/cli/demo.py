@@ -24,7 +24,7 @@ from rich.text import Text
 
 import envscaler_airflow
 from envscaler_agent.protocol import Status
-from envscaler_airflow.cli import echo_json, output_option
+from envscaler_airflow.cli.common import echo_json, output_option
 from envscaler_airflow.cli.demo_places import OnCluster, Place, ThisMachine
 from envscaler_airflow.cli.follow import StageFollower, moves, progress_parts
 from envscaler_airflow.cli.shell_owner import signals

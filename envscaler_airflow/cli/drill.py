@@ -17,8 +17,8 @@ import click
 
 from envscaler_agent.protocol import Status
 from envscaler_airflow.backends.base import Backend, InjectsFaults, NodeFault
-from envscaler_airflow.cli import duration_option, echo_json, not_empty, output_option, store_option
 from envscaler_airflow.cli.cancel import backend_of
+from envscaler_airflow.cli.common import duration_option, echo_json, not_empty, output_option, store_option
 from envscaler_airflow.cli.inspect import followed, statuses
 from envscaler_airflow.cli.shell_owner import owner_of, watcher_of
 from envscaler_airflow.cli.tables import print_rehearsals

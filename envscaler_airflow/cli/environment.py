@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import click
 
 from envscaler_agent.process import ADDRESS, expand
-from envscaler_airflow.cli import echo_json, find_run
+from envscaler_airflow.cli.common import echo_json, find_run
 from envscaler_airflow.cli.specs import environment_secret
 from envscaler_airflow.envspec.models import EnvSpec
 from envscaler_airflow.envspec.resources import Resources

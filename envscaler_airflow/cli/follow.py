@@ -305,7 +305,7 @@ seconds. Chosen: a short run shows some, a day of training 1,440."""
 
 
 class Voice:
-    """Prints what happens; see :class:`~envscaler_airflow.cli.Output` for readers that go away."""
+    """Prints what happens; see :class:`~envscaler_airflow.cli.common.Output` for readers that go away."""
 
     def __init__(self, *, to_stderr: bool = False, monotonic: Callable[[], float] = time.monotonic) -> None:
         """Print the training's output on standard output, with *to_stderr* beside the lines."""

@@ -13,7 +13,7 @@ import click
 
 from envscaler_airflow.agent_files import agent_wheel
 from envscaler_airflow.backends.base import SIDECAR_IMAGE
-from envscaler_airflow.cli import default_store_url, echo_result, not_empty, output_option
+from envscaler_airflow.cli.common import default_store_url, echo_result, not_empty, output_option
 from envscaler_airflow.cli.environment import find_lock, lock_of
 from envscaler_airflow.cli.follow import bar
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, pairs, spec_options

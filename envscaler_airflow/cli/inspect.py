@@ -10,7 +10,7 @@ from itertools import groupby
 import click
 
 from envscaler_agent.protocol import Status
-from envscaler_airflow.cli import (
+from envscaler_airflow.cli.common import (
     duration_option,
     echo_json,
     find_run,

@@ -11,7 +11,7 @@ import click
 
 from envscaler_airflow.backends import backend_names
 from envscaler_airflow.catalog.packaged import gpu_facts, job, jobs
-from envscaler_airflow.cli import NOT_NEGATIVE, POSITIVE, echo_json, output_option
+from envscaler_airflow.cli.common import NOT_NEGATIVE, POSITIVE, echo_json, output_option
 from envscaler_airflow.cli.follow import bar
 from envscaler_airflow.cli.offer_options import (
     ARCHES,

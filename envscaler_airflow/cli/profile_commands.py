@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import click
 
-from envscaler_airflow.cli import Group, echo_json, echo_result, output_option, store_option
+from envscaler_airflow.cli.common import Group, echo_json, echo_result, output_option, store_option
 from envscaler_airflow.cli.tables import print_table
 from envscaler_airflow.errors import ProtocolError, SpecError
 from envscaler_airflow.owner.choose import in_words

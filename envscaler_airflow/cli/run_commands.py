@@ -15,7 +15,8 @@ from click.core import ParameterSource
 
 from envscaler_airflow.backends import backend_names, backend_type
 from envscaler_airflow.backends.base import AttemptRequest, Backend, PreparesSpecs, SharesWatch, ShowsAttempts
-from envscaler_airflow.cli import (
+from envscaler_airflow.cli.backends import backend_options, shell_backend
+from envscaler_airflow.cli.common import (
     NOT_NEGATIVE,
     default_store_url,
     echo_json,
@@ -26,14 +27,13 @@ from envscaler_airflow.cli import (
     store_option,
     without_deadline,
 )
-from envscaler_airflow.cli.backends import backend_options, shell_backend
 from envscaler_airflow.cli.environment import find_lock, local_environment, run_docker
 from envscaler_airflow.cli.follow import Voice
 from envscaler_airflow.cli.shell_owner import Foreground, own_and_tell, shell_actor
 from envscaler_airflow.cli.specs import SpecSource, environment_secret, refuse_own_secrets, spec_options
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.errors import EnvScalerError, SpecError, refuse
-from envscaler_airflow.images import Artefact, yaml_text
+from envscaler_airflow.images.artefacts import Artefact, yaml_text
 from envscaler_airflow.images.dockerfile import ImageOptions
 from envscaler_airflow.images.dry_run import lacking_code
 from envscaler_airflow.images.locks import LOCK, resolve

@@ -21,7 +21,7 @@ from envscaler_agent.messages import MAX_JSON_BYTES, SCHEMA, read_object
 from envscaler_airflow.backends.base import Backend, HasAddress
 from envscaler_airflow.backends.local.machine import Identity, this_identity
 from envscaler_airflow.backends.local.processes import ProcessId
-from envscaler_airflow.cli import echo_json
+from envscaler_airflow.cli.common import echo_json
 from envscaler_airflow.cli.follow import OutputReader, StageFollower, Voice, marked, progress_line
 from envscaler_airflow.cli.tables import print_report
 from envscaler_airflow.errors import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from envscaler_airflow.cli import echo_json, find_run, output_option, store_option
+from envscaler_airflow.cli.common import echo_json, find_run, output_option, store_option
 from envscaler_airflow.cli.follow import Bar, bar
 from envscaler_airflow.errors import SpecError
 from envscaler_airflow.scaling import all_policies

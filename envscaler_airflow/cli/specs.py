@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from envscaler_airflow.backends import BackendType, all_backends
-from envscaler_airflow.cli import (
+from envscaler_airflow.cli.common import (
     SPEC_ENDINGS,
     Group,
     default_store_url,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from envscaler_airflow.envspec import spec_hash
 from envscaler_airflow.envspec.models import EnvSpec
-from envscaler_airflow.images import (
+from envscaler_airflow.images.artefacts import (
     Artefact,
     comment,
     dockerfile_value,

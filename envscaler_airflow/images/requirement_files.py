@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from envscaler_airflow.envspec.models import EnvSpec, Runtime
 from envscaler_airflow.envspec.secret_forms import has_secret_shape, has_userinfo
 from envscaler_airflow.errors import SpecError, refuse
-from envscaler_airflow.images import Artefact
+from envscaler_airflow.images.artefacts import Artefact
 from envscaler_airflow.local_files import read_plain, real_path
 
 _COMMENT = re.compile(r"(^|\s+)#.*$")

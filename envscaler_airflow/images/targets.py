@@ -8,7 +8,7 @@ import re
 from envscaler_airflow.envspec import Loaded
 from envscaler_airflow.envspec.models import Base, EnvSpec
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images import Artefact, comment, yaml_text
+from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.images.dockerfile import ImageOptions, render_dockerfile
 from envscaler_airflow.images.requirement_files import Requirements, read_requirements
 from envscaler_airflow.images.userdata import render_vm

@@ -16,7 +16,7 @@ from typing import Any
 from envscaler_airflow.envspec.gpus import vendor_of
 from envscaler_airflow.envspec.models import EnvSpec, Volume
 from envscaler_airflow.errors import SpecError, refuse
-from envscaler_airflow.images import Artefact, comment, yaml_text
+from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.images.requirement_files import Requirements
 from envscaler_airflow.images.venv import render_venv
 from envscaler_airflow.launch import (

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from envscaler_airflow.envspec.models import EnvSpec, EnvVar
-from envscaler_airflow.images import Artefact, comment, yaml_text
+from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.images.bases import Family, facts
 from envscaler_airflow.images.requirement_files import MAIN, Requirements
 

@@ -20,8 +20,8 @@ from envscaler_agent.protocol import control_name
 from envscaler_airflow.backends.base import AttemptRequest, NodeEnd
 from envscaler_airflow.backends.local.node_main import ended_of, tell_end
 from envscaler_airflow.errors import EnvScalerError
-from envscaler_airflow.sidecar import Keeper, report_end, reported_end
 from envscaler_airflow.sidecar.context import SidecarContext, UnheededError
+from envscaler_airflow.sidecar.keeper import Keeper, report_end, reported_end
 from envscaler_airflow.sidecar.loop import Sidecar
 from envscaler_airflow.sidecar.spool_state import AttemptNode, Layout, Memory
 from envscaler_airflow.store.run import Run

@@ -17,7 +17,8 @@ from mkdocs.exceptions import Abort
 import envscaler_airflow
 from envscaler_agent.output import METRICS_CHUNK_S
 from envscaler_airflow import cli
-from envscaler_airflow.cli import LazyGroup, main
+from envscaler_airflow.cli import main
+from envscaler_airflow.cli.common import LazyGroup
 from envscaler_airflow.envspec import load_spec
 from envscaler_airflow.sidecar.loop import STATUS_S
 from envscaler_airflow.sidecar.owner_watch import CONTROL_S, LEASE_S, SUPERSEDED_S

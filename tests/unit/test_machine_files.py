@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envscaler_airflow.cli import default_store_url
+from envscaler_airflow.cli.common import default_store_url
 from envscaler_airflow.local_files import cache_folder, data_folder, landing, remove_tree, write_atomic
 
 

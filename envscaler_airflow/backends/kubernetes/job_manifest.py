@@ -23,7 +23,7 @@ from envscaler_airflow.backends.kubernetes.scheduling import (
 )
 from envscaler_airflow.envspec.resources import Resources, default_limit_bytes
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images import Artefact, comment, yaml_text
+from envscaler_airflow.images.artefacts import Artefact, comment, yaml_text
 from envscaler_airflow.launch import Launch
 from envscaler_airflow.planning.offers import AllocationPart, Offer
 from envscaler_airflow.run import outcome_of

@@ -87,7 +87,7 @@ from envscaler_airflow.run.cost import UsageInterval
 
 if TYPE_CHECKING:
     from envscaler_airflow.envspec.models import EnvSpec
-    from envscaler_airflow.images import Artefact
+    from envscaler_airflow.images.artefacts import Artefact
     from envscaler_airflow.planning.offers import Offer
 
 SETTLE_S = 5.0

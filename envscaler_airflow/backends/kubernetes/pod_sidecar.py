@@ -29,7 +29,7 @@ from envscaler_agent.messages import SCHEMA
 from envscaler_agent.protocol import Ended
 from envscaler_agent.spool import Spool
 from envscaler_airflow.local_files import write_atomic
-from envscaler_airflow.sidecar import Keeper, report_end
+from envscaler_airflow.sidecar.keeper import Keeper, report_end
 
 TURN_S = 0.5
 RENDEZVOUS_PORT = 29400

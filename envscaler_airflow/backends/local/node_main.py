@@ -34,7 +34,7 @@ from envscaler_airflow.backends.local.processes import (
     training_env,
 )
 from envscaler_airflow.errors import BackendError
-from envscaler_airflow.sidecar import Keeper, report_end, reported_end
+from envscaler_airflow.sidecar.keeper import Keeper, report_end, reported_end
 
 
 def tell_end(

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from fakes.run_events import SMALL, begun, intended, run, started
 
-from envscaler_airflow.cli import cancel, shell_key
+from envscaler_airflow.cli import cancel
+from envscaler_airflow.cli.common import shell_key
 from envscaler_airflow.run.event_bodies import NewGeneration, StopRequested
 from envscaler_airflow.store.file import FileStore
 from envscaler_airflow.store.run import Run

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from envscaler_agent.protocol import Manifest
 from envscaler_airflow.cli import inspect as inspect_module
-from envscaler_airflow.cli import main, shell_key
+from envscaler_airflow.cli import main
 from envscaler_airflow.cli.cancel import REASON, OwnerGoneError, await_end
+from envscaler_airflow.cli.common import shell_key
 from envscaler_airflow.cli.shell_owner import OWNER, owner_of, shown_status, write_owner
 from envscaler_airflow.cli.tables import RunRow, print_runs
 from envscaler_airflow.images.locks import LOCK, Lock

@@ -11,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from envscaler_airflow.cli import follow, is_unread, main, outlive_readers
+from envscaler_airflow.cli import follow, main
+from envscaler_airflow.cli.common import is_unread, outlive_readers
 from envscaler_airflow.cli.follow import Bar, bar
 from envscaler_airflow.store.run_store import check_store, open_store
 

@@ -19,7 +19,7 @@ from envscaler_airflow.cli.run_commands import render_attempt
 from envscaler_airflow.envspec import EnvSpec
 from envscaler_airflow.envspec.models import Runtime
 from envscaler_airflow.errors import SpecError
-from envscaler_airflow.images import comment, dockerfile_value, yaml_text
+from envscaler_airflow.images.artefacts import comment, dockerfile_value, yaml_text
 from envscaler_airflow.images.requirement_files import Requirements, check_packages
 from envscaler_airflow.images.targets import RENDERINGS, render
 

@@ -9,7 +9,7 @@ import pytest
 from envscaler_agent.protocol import Ended, Progress, Status
 from envscaler_agent.spool import SetupFailedError, Spool, parse_start
 from envscaler_airflow.backends.kubernetes import pod_sidecar
-from envscaler_airflow.sidecar import Keeper, report_end, reported_end
+from envscaler_airflow.sidecar.keeper import Keeper, report_end, reported_end
 from envscaler_airflow.testing.scripted_backend import ManualClock
 
 
