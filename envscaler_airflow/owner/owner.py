@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
@@ -346,13 +347,13 @@ class Releaser:
     def __init__(self, owned: OwnedRun) -> None:
         """Release attempts of *owned*."""
         self._owned = owned
-        self._tried: set[tuple[int, int]] = set()
+        self._tried_at: dict[tuple[int, int], float] = {}
         self._waits: dict[tuple[int, int], str] = {}
         """Attempts that will soon be released, each with what it waits for."""
 
     def begin(self) -> None:
         """Begin an execution: every attempt is tried again."""
-        self._tried.clear()
+        self._tried_at.clear()
         self._waits.clear()
 
     def release_all(self, state: RunState) -> RunState:
@@ -364,8 +365,9 @@ class Releaser:
             if attempt.is_live or attempt.handle is None or attempt.released_at is not None:
                 continue
             is_due = is_last or facts.is_unreleased(attempt)
-            if attempt.key not in self._tried and is_due:
-                self._tried.add(attempt.key)
+            now = self._owned.run.now()
+            if is_due and now - self._tried_at.get(attempt.key, -math.inf) >= RELEASE_EVERY_S:
+                self._tried_at[attempt.key] = now
                 return self.release_all(self._release(state, attempt, attempt.handle))
         return state
 
@@ -385,6 +387,7 @@ class Releaser:
 
     def _release(self, state: RunState, attempt: AttemptState, handle: Handle) -> RunState:
         bill = AttemptReleased(generation=attempt.generation, attempt=attempt.number)
+        self._waits.pop(attempt.key, None)
         try:
             why = self._why_held(attempt, handle)
             if not why:

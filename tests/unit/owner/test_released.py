@@ -147,6 +147,29 @@ def test_a_try_that_cannot_pay_for_a_start_waits_for_the_release_too(world):
     assert world.state.attempts[0].unreleased == ""
 
 
+def test_an_execution_that_slept_tries_to_release_again(world, monkeypatch):
+    """It failed an hour ago, within the same execution: the machine may be released now (A8)."""
+    owner = world.owner(budget_usd=0.04)
+    owner.enter()
+    world.clock.advance(3600)
+    world.backend.lose(world.handle)
+    world.backend.fail_next("release", AWAY)
+    append = owner.owned.run.events.append
+
+    def sleep(*args, **kwargs):
+        event = append(*args, **kwargs)
+        if event.type == "release-failed":
+            world.clock.advance(3600)
+        return event
+
+    monkeypatch.setattr(owner.owned.run.events, "append", sleep)
+    with pytest.raises(BudgetError):
+        owner.resume(Wake("status"))
+
+    assert types(world).count("release-failed") == 1
+    assert world.state.attempts[0].unreleased == ""
+
+
 def test_a_result_is_delivered_though_its_machines_are_never_given_back(world):
     """Ten minutes without an API server; at once where it refuses for good (A8)."""
     owner = world.owner()
