@@ -224,9 +224,11 @@ class SimAirflow:
         delay_s = self.random.uniform(*LOOP_S) if after_s is None else after_s
 
         def act() -> None:
+            if ti.turn != turn or self.tis.get(ti.task_id) is not ti:
+                return
             if self.world.now < self.away_until:
                 self.later(ti, call, after_s=self.away_until - self.world.now + self.random.uniform(*LOOP_S))
-            elif ti.turn == turn and self.tis.get(ti.task_id) is ti:
+            else:
                 call(ti)
 
         if ti.turn == turn:
