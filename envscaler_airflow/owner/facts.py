@@ -88,8 +88,14 @@ def may_be_held(attempt: AttemptState) -> bool:
 
 
 def is_unreleased(attempt: AttemptState) -> bool:
-    """Return True for an ended attempt of which no release is known, though its machines may still run."""
-    return bool(attempt.unreleased) or may_be_held(attempt)
+    """Return True for an ended attempt whose machines may still run, or whose bill is unknown.
+
+    The owner may have died before it released them, while the backend did not answer.
+    """
+    if attempt.is_live or attempt.released_at is not None:
+        return False
+    has_no_bill = attempt.handle is not None and attempt.end.usage is None
+    return bool(attempt.unreleased) or has_no_bill or may_be_held(attempt)
 
 
 def billed(usage: Iterable[UsageInterval] | None) -> tuple[Billed, ...] | None:

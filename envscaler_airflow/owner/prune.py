@@ -20,7 +20,6 @@ from functools import partial
 
 from envscaler_airflow.errors import BackendError, ProtocolError
 from envscaler_airflow.images.locks import LOCK
-from envscaler_airflow.owner.facts import is_unreleased
 from envscaler_airflow.owner.reap import YOUNG_S
 from envscaler_airflow.planning.amounts import duration_text
 from envscaler_airflow.run import MAX_EVENT_BYTES, Event, RunState
@@ -218,7 +217,7 @@ def _why_kept(state: RunState) -> str:
     """Why a run of that state must stay; "" if it may go."""
     if state.live is not None:
         return f"its attempt {state.live.number} may still run; `envscaler cancel` ends it"
-    if any(map(is_unreleased, state.attempts)):
+    if any(attempt.unreleased for attempt in state.attempts):
         return "its machines are not known to be released"
     if state.unknown:
         return f"a newer version wrote its event {state.unknown[-1]}"

@@ -84,8 +84,8 @@ MUTATIONS = {
     ),
     "release-not-repeated": Mutation(
         "envscaler_airflow.owner.owner",
-        "if attempt.key not in self._tried and is_due:",
-        "if attempt.key not in self._tried and is_last and not attempt.unreleased:",
+        "is_due = is_last or facts.is_unreleased(attempt)",
+        "is_due = is_last and not attempt.unreleased",
     ),
 }
 """By name. Source: the faults that a simulation of the protocol must be able to find, one of each kind."""

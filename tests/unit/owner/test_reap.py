@@ -147,6 +147,16 @@ def test_a_task_that_airflow_cannot_judge_stops_no_other(world):
     assert backend.removed == ["a", "b", "c"]
 
 
+def die(*_args):
+    """End the owner's process."""
+    raise SystemExit
+
+
+def unknown(*_args):
+    """Answer nothing."""
+    raise AWAY
+
+
 def ended_unreleased(world):
     """A failed run whose last machine is lost and was never released."""
     owner = world.owner()
@@ -218,9 +228,6 @@ def test_a_machine_whose_owner_died_before_the_release_is_billed_to_its_end(worl
     handle = world.handle
     world.backend.hide(handle)
 
-    def die(*_args):
-        raise SystemExit
-
     monkeypatch.setattr(Releaser, "_release", die)
     with pytest.raises(SystemExit):
         owner.resume(Wake("silent", silent_s=1e6))
@@ -232,6 +239,23 @@ def test_a_machine_whose_owner_died_before_the_release_is_billed_to_its_end(worl
     assert passes(world) == ([1], None)
     assert world.state.attempts[0].end.usd == pytest.approx(2 * 0.05)
     assert world.state.attempts[0].released_at is not None
+
+
+def test_a_machine_whose_bill_was_unknown_at_its_loss_is_billed_by_the_reap(world, monkeypatch):
+    """The backend did not answer then, and the owner died before the release (A8)."""
+    owner = world.owner()
+    owner.enter()
+    world.clock.advance(3600)
+    world.backend.lose(world.handle)
+    monkeypatch.setattr(world.backend, "usage", unknown)
+    monkeypatch.setattr(Releaser, "_release", die)
+    with pytest.raises(SystemExit):
+        owner.resume(Wake("status"))
+    assert world.state.attempts[0].end.usd is None
+    monkeypatch.undo()
+
+    assert passes(world) == ([1], None)
+    assert world.state.attempts[0].end.usd == pytest.approx(0.05)
 
 
 def test_a_run_whose_stop_waits_for_a_release_gets_its_end_from_a_later_call(world):
