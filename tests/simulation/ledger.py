@@ -25,6 +25,8 @@ class Ledger:
         state: Fold of its events.
         stop, clear: Numbers of the last stop request and of the last clear.
         intended, started, ended: True times of the attempts' events, by key.
+        refused_by: Execution in which the release of an attempt failed first, by key.
+        retried: Keys of those of them after which another execution acted.
         last_end: Key of the attempt by whose end the owner wrote last; None once it wrote something else.
         over_at: True time at which the run ended; None while it goes on.
         manifests: True time of the first manifest of each checkpoint in the store, by name.
@@ -41,6 +43,8 @@ class Ledger:
     intended: dict[tuple[int, int], float] = field(default_factory=dict)
     started: dict[tuple[int, int], float] = field(default_factory=dict)
     ended: dict[tuple[int, int], float] = field(default_factory=dict)
+    refused_by: dict[tuple[int, int], str] = field(default_factory=dict)
+    retried: set[tuple[int, int]] = field(default_factory=set)
     last_end: tuple[int, int] | None = None
     over_at: float | None = None
     manifests: dict[str, float] = field(default_factory=dict)

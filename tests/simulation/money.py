@@ -114,7 +114,7 @@ class Money:
         if over is None or any(start < over and end > over - 1200.0 for start, end in self.cloud.away):
             return
         for attempt in ledger.state.attempts if ledger.state.number else ():
-            had_tries = ledger.ended.get(attempt.key, over) < over - 3600.0
+            had_tries = ledger.ended.get(attempt.key, over) < over - 3600.0 and attempt.key in ledger.retried
             nodes = by_attempt.get(attempt.key, [])
             refused = (one.attempt.refused_at for one in nodes)
             had_tries = had_tries and not any(at is not None and at > over - 3600.0 for at in refused)
