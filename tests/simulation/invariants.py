@@ -229,11 +229,8 @@ class Invariants:
         if not isinstance(body, bodies.MoveRequested | bodies.StopRequested):
             is_end = isinstance(body, bodies.AttemptEnded)
             ledger.last_end = (body.generation, body.attempt) if is_end else None
-        if event.actor is not None:
-            ledger.retried |= {key for key, one in ledger.refused_by.items() if one != event.writer}
-        if isinstance(body, bodies.ReleaseFailed):
-            ledger.refused_by[body.generation, body.attempt] = event.writer
-        elif isinstance(body, bodies.StopRequested):
+        ledger.note_release(event)
+        if isinstance(body, bodies.StopRequested):
             ledger.stop = event.number
         elif isinstance(body, bodies.NewGeneration | bodies.NewOwner):
             if state.cleared_number == event.number:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from envscaler_agent.protocol import parse_checkpoint_name
-from envscaler_airflow.run import RunState
+from envscaler_airflow.run import Event, RunState
+from envscaler_airflow.run.event_bodies import ReleaseFailed
 from tests.simulation.cloud import Node, SimCloud
 from tests.simulation.kernel import Violation
 
@@ -54,6 +55,13 @@ class Ledger:
     fenced: dict[tuple[int, int], float] = field(default_factory=dict)
     claims: dict[tuple[int, int, int], int] = field(default_factory=dict)
     newest_at_end: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def note_release(self, event: Event) -> None:
+        """Note a release that failed, and executions that act after it."""
+        if event.actor is not None:
+            self.retried |= {key for key, writer in self.refused_by.items() if writer != event.writer}
+        if isinstance(event.body, ReleaseFailed):
+            self.refused_by[event.body.generation, event.body.attempt] = event.writer
 
 
 def nodes_of(cloud: SimCloud, ledger: Ledger) -> Iterator[Node]:
