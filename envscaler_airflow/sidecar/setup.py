@@ -288,7 +288,9 @@ def lay_out(context: SidecarContext) -> None:
     try:
         context.patiently(lambda: owner_watch.claim_node(context), what="claim")
         control = first_control(context)
+        _check_counts(context)
         body = _lay_out(context, control)
+        _check_counts(context)
     except (SpecError, CheckpointError, ProtocolError, StoreError, SetupCancelledError, OSError) as err:
         is_known = control is not None or (context.who.generation, context.who.attempt) != (1, 1)
         reason = _reason(context, err, is_known=is_known)
@@ -298,6 +300,18 @@ def lay_out(context: SidecarContext) -> None:
         context.memory.update(failed=None)  # from a try whose end could not be recorded
     context.memory.keep_start(body)
     _let_begin(context, body)
+
+
+def _check_counts(context: SidecarContext) -> None:
+    """Let an attempt that was submitted late, by an owner that slept, not begin beside a later one.
+
+    Raises:
+        SetupCancelledError: A later attempt has begun, or another pod has this node.
+        StoreError: The store did not answer in time.
+    """
+    standing = context.patiently(lambda: owner_watch.standing_of(context), what="later attempts")
+    if standing in ("over", "replaced"):
+        raise SetupCancelledError(f"orphaned: {owner_watch.WHY[standing]}")
 
 
 def _let_begin(context: SidecarContext, body: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint promised to the next attempt stays, wherever the older sidecar was cut off."""
 
 import contextlib
+import json
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from envscaler_agent.protocol import Control, control_name
 from envscaler_airflow.errors import StoreError
 from envscaler_airflow.owner import start
-from envscaler_airflow.sidecar.setup import first_control
+from envscaler_airflow.sidecar.setup import first_control, lay_out
 from envscaler_airflow.sidecar.uploads import Checkpoints, Outputs
 from envscaler_airflow.store.checkpoints import complete_checkpoints, looks_good
 from tests.unit.sidecar.conftest import CALLS, Bench
@@ -197,6 +198,18 @@ def test_on_hold_the_older_attempt_trains_on_and_publishes_nothing(make_bench, s
     assert outputs.step()
     assert complete_checkpoints(store, 1) == ()
     assert "a later attempt has begun" in bench.state.failed
+
+
+def test_an_attempt_that_starts_after_a_later_one_does_not_train(bench, store):
+    """Its owner slept before it submitted it; the next try has long gone on (A4)."""
+    start.write_candidates(store, Control(), (), generation=1, attempt=2)
+    start.write_candidates(store, Control(), (), generation=1, attempt=3)
+
+    lay_out(bench.context)
+
+    said = json.loads(bench.context.spool.start.read_text())
+    assert said["reason"] == "stopped"
+    assert said["failed"] == "orphaned: a later attempt has begun; what this one writes is void"
 
 
 def test_a_start_waits_until_the_owner_has_listed(bench, store):
