@@ -53,7 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         monotonic=time.monotonic,
         output="the log of this container",
     )
-    return run(spool, keeper, ending=ending)
+    code = run(spool, keeper, ending=ending)
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # Python restores the defaults at its end, and would die of it
+        signal.signal(number, signal.SIG_IGN)
+    return code
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

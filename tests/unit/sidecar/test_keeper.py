@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 
 import pytest
@@ -176,3 +177,21 @@ def test_a_pod_s_sidecar_reports_the_end_of_a_killed_container_once_and_ends_whe
     assert (code, codes) == (0, [])
     assert Status.from_json(spool.wrapper.read_bytes(), where="wrapper.json").sequence == 1
     assert reported_end(spool).reason == "killed"
+
+
+def test_a_signal_that_comes_when_everything_is_uploaded_changes_nothing(tmp_path, monkeypatch):
+    """The kubelet may send it while Python ends, which would restore the default and die of it."""
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+    monkeypatch.setattr(pod_sidecar, "run", lambda *_args, **_named: 0)
+    monkeypatch.setattr(pod_sidecar.os, "umask", lambda _mask: 0)
+    place = ["--spool", str(tmp_path), "--store", "file:///s", "--prefix", "p", "--layout", "l"]
+
+    try:
+        code = pod_sidecar.main([*place, "--generation", "1", "--attempt", "1", "--nodes", "1"])
+        after = [signal.getsignal(kind) for kind in kinds]
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+    assert (code, after) == (0, [signal.SIG_IGN] * 2)
