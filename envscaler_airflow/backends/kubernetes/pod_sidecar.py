@@ -54,10 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output="the log of this container",
     )
     code = run(spool, keeper, ending=ending)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # Python restores the defaults at its end, and would die of it
+    for number in (signal.SIGTERM, signal.SIGINT):  # Python restores the defaults as it ends
         signal.signal(number, signal.SIG_IGN)
     return code
 
