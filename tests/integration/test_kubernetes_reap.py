@@ -113,7 +113,7 @@ def test_a_job_whose_run_has_ended_is_removed(world):
     """Airflow is not asked: the run's events show the end."""
     name = world.run(GONE)
     Run(world.store, GONE).events.append(3, Failed(generation=1, reason="r"), actor=None)
-    ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
+    ended = {"generation": 1, "attempt": 1, "outcome": "lost", "usd": 0.1, "usage": [[0, 1.0, 2.0]]}
     Run(world.store, GONE).events.append(4, read_body("attempt-ended", ended), actor=None)
 
     assert [one.handle.name for one in reap(world.store, world.backend)] == [name]
@@ -157,7 +157,7 @@ def test_a_store_that_holds_nothing_of_a_deployment_ends_nothing(world, tmp_path
 def test_a_run_that_cannot_be_told_is_left_alone(world, text):
     """Events of a newer version, or without an owner: the run stays, all others are removed as before."""
     good, gone = world.run(GOOD), world.run(GONE)
-    ended = {"generation": 1, "attempt": 1, "outcome": "lost"}
+    ended = {"generation": 1, "attempt": 1, "outcome": "lost", "usd": 0.1, "usage": [[0, 1.0, 2.0]]}
     for key in (GOOD, GONE):
         Run(world.store, key).events.append(3, read_body("attempt-ended", ended), actor=None)
     if text is None:
