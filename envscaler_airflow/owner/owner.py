@@ -383,6 +383,7 @@ class Releaser:
             raise BackendError(why, transient=True)
         bill = self._bill(attempt, AttemptReleased(generation=attempt.generation, attempt=attempt.number))
         while any(one.key == attempt.key and facts.is_unreleased(one) for one in state.attempts):
+            self._owned.actor = state.owner or self._owned.actor  # another try may have taken over meanwhile
             state = self._owned.append(state, bill)
 
     def _release(self, state: RunState, attempt: AttemptState, handle: Handle) -> RunState:

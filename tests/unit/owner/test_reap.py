@@ -14,6 +14,7 @@ from envscaler_airflow.owner.owner import Releaser
 from envscaler_airflow.owner.reap import YOUNG_S, reap
 from envscaler_airflow.owner.stage import Wake
 from envscaler_airflow.run import Handle
+from envscaler_airflow.store.events import EventLog
 from envscaler_airflow.store.keys import RunKey
 from envscaler_airflow.testing import FaultyStore, ScriptedBackend
 
@@ -95,7 +96,7 @@ class Leaves(ScriptedBackend):
 
     def leftovers(self, store_url):
         """Every attempt that is not removed."""
-        for name, life in self._lives.items():
+        for name, life in list(self._lives.items()):
             _, prefix, last = name.split("|")
             attempt = int(last.partition("-a")[2])
             runs = life.handle in self.live
@@ -239,6 +240,24 @@ def test_a_machine_whose_owner_died_before_the_release_is_billed_to_its_end(worl
     assert passes(world) == ([1], None)
     assert world.state.attempts[0].end.usd == pytest.approx(2 * 0.05)
     assert world.state.attempts[0].released_at is not None
+
+
+def test_a_release_is_recorded_for_the_try_that_owns_the_run_by_then(world, monkeypatch):
+    """The next try takes over between the look of ``reap`` and its event (A4)."""
+    ended_unreleased(world)
+    append = EventLog.append
+
+    def late(log, after, body, **named):
+        monkeypatch.setattr(EventLog, "append", append)
+        world.backend.fail_next("release", AWAY)
+        world.owner().enter()
+        return append(log, after, body, **named)
+
+    monkeypatch.setattr(EventLog, "append", late)
+    assert passes(world) == ([1], None)
+
+    [released] = [event for event in world.log.read() if event.type == "attempt-released"]
+    assert released.actor.is_try_of(world.state.owner)
 
 
 def test_a_machine_whose_bill_was_unknown_at_its_loss_is_billed_by_the_reap(world, monkeypatch):
